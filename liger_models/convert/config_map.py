@@ -45,8 +45,9 @@ _GENERATION = """
 IGNORED_KEYS = frozenset(f"{_ORIGIN} {_IN_EVERY_CONFIG} {_GENERATION}".split())
 """Keys of config.json that do not describe the architecture.
 
-These keys name the origin of the file, say how to run the model, are written into every config by transformers, or
-are generation settings in old files. Two further keys occur in SmolLM's files and are not read by transformers.
+Some of these keys name the origin of the file or say how to run the model. Others are written into every config by
+transformers, or are generation settings in old files. Two keys occur in SmolLM's files but are not read by
+transformers.
 """
 
 MOST = {
@@ -60,7 +61,7 @@ config.json of a few bytes could make this package build any number of modules.
 """
 
 MOST_EXPERTS = 100_000
-"""Limit for the number of layers times the number of experts. It is at least the checkpoint's number of tensors."""
+"""Limit for the number of layers times the number of experts; at least the number of tensors in the checkpoint."""
 
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
 
@@ -283,8 +284,8 @@ def flat_rope(hf: Mapping[str, Any], theta: float) -> dict[str, Any]:
 
     The rope parameters of full attention become ``rope_theta`` and ``rope_scaling``, and the base of sliding
     attention becomes ``rope_local_base_freq``. The key ``original_max_position_embeddings`` at the top level is
-    dropped. If ``rope_parameters`` is a single object for all layers, its values must be the defaults of full
-    attention, because transformers ignores such an object.
+    dropped. If ``rope_parameters`` is a single object for all layers, transformers ignores it. Its values must
+    therefore be the defaults of full attention.
 
     Args:
         hf: the content of config.json.
@@ -321,7 +322,7 @@ def flat_rope(hf: Mapping[str, Any], theta: float) -> dict[str, Any]:
 
 
 def renaming(names: Mapping[str, str]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Return a function for ``from_json`` or ``to_json`` of `CheckpointFormat` that renames the keys in ``names``."""
+    """Return a function that renames the keys in ``names``, for ``from_json`` or ``to_json`` of `CheckpointFormat`."""
     return lambda settings: {names.get(key, key): value for key, value in settings.items()}
 
 
@@ -331,7 +332,8 @@ def of_text(
     """Merge a config.json and its ``text_config`` into one flat object with the values that transformers would read.
 
     Args:
-        config_class: the config class. Its fields are read from ``text`` instead of the top level.
+        config_class: the config class. Keys with the names of its fields are read from ``text`` instead of the top
+            level.
         hf: the content of config.json.
         text: the content of ``text_config`` in config.json.
         top: fields that are read from the top level instead of ``text``.
@@ -356,7 +358,7 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
     """
     checkpoint = format_of(type(config))
 
-    # Keep the other keys of the file, except alternative names for keys that are written below.
+    # Keep all other keys of the file, except alternative names of keys that are written below.
     out = dict(hf) | {
         "architectures": [checkpoint.hf_class],
         "model_type": checkpoint.model_type,

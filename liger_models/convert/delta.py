@@ -1,4 +1,4 @@
-"""Changes to a model's weights since an inference engine last received them, and how the engine applies the changes.
+"""Deltas: the changes to a model's weights since an inference engine last received them, for the engine to apply.
 
 A step of reinforcement learning in bfloat16 changes only about 1 % of the elements, because most updates are smaller
 than half the distance between two neighboring bfloat16 values (https://arxiv.org/abs/2602.03839).
@@ -31,7 +31,7 @@ INDICES, VALUES = ":indices", ":values"
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Maps the number of bytes of an element to the integer dtype in which its bits are viewed."""
 WORDS = 2**18
-"""Number of 8-byte words that a checksum processes at once, so that they stay in the processor's cache."""
+"""Number of 8-byte words that a checksum processes at once. This many words stay in the processor's cache."""
 
 
 class WeightDelta(NamedTuple):
@@ -118,8 +118,8 @@ def apply_delta(
 
     Args:
         target: tensors by name, such as the ``state_dict()`` of a transformers model, or the folder of a checkpoint.
-            If the target has an ``lm_head.weight`` and the sender ties its head to the embedding, the head changes
-            with the embedding.
+            If the target has an ``lm_head.weight`` but the sender's head is tied to the embedding, the target's head
+            changes with its embedding.
         delta: the changes, on any device, or a file that `WeightDelta.save` wrote.
 
     Raises:
@@ -173,7 +173,7 @@ def apply_delta(
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return a 64-bit checksum of a tensor's dtype, shape and bits. It is the same on every device.
+    """Return a 64-bit checksum of a tensor's dtype, shape and bits. The checksum is the same on every device.
 
     The finalizer of SplitMix64 mixes each 8-byte word with its position, and the results are added.
     """
@@ -231,7 +231,8 @@ def _check_target(base: Mapping[str, int], names: Collection[str], read: Callabl
         read: function that returns a tensor of the target.
 
     Returns:
-        A dict that maps the name of a tied head in the target, if there is one, to the name of its embedding.
+        A dict that maps the name of the target's head to the name of its embedding if the sender ties the two; else
+        empty.
     """
     absent = [name for name in base if name not in names]
     if absent:

@@ -1,4 +1,4 @@
-"""How checkpoints store quantized tensors: the tensors of each format in a file, and the frozen weight that they form.
+"""How checkpoints store quantized weights: which tensors each format has in a file, and how these form a frozen weight.
 
 `recognize` uses the ``quantization_config`` in config.json to find the tensors that form one quantized weight, and
 joins them into one `StoredTensor`, which has the shape of the dense weight and an `Encoding`. The encoding reads rows
@@ -98,7 +98,7 @@ class Encoding(ABC):
 
     @abstractmethod
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert the complete tensors of the `FrozenWeight` to the tensors in the file, by name."""
+        """Convert the complete tensors of the `FrozenWeight` to a dict of the tensors in the file, by name."""
 
     def written(self) -> dict[str, Tensor]:
         """Return the tensors that `write` would return, on the meta device."""
@@ -150,7 +150,8 @@ class Float8(Encoding):
     """Codes [..., O, C] in e4m3, with one scale for each block, row or matrix.
 
     Attributes:
-        block: numbers of rows and columns that share a scale. If all columns share a scale, the second number is 0.
+        block: number of rows and number of columns that share a scale. The second number is 0 if all columns share a
+            scale.
     """
 
     block: tuple[int, int] = (1, 1)
@@ -266,7 +267,7 @@ class PackedNVFP4(Encoding):
 
 @dataclass(frozen=True)
 class PackedInt4(Encoding):
-    """Codes [O, C / 8] int32, eight per element starting at the lowest bits, and floating-point scales [O, groups]."""
+    """Codes [O, C / 8] int32, eight per element (lowest bits first), and floating-point scales [O, groups]."""
 
     format = "int4"
 
@@ -432,7 +433,7 @@ def check_quantization(quantization: Any) -> None:
 
 
 def quantization_of(hf_config: Mapping[str, Any]) -> Any:
-    """Return the ``quantization_config`` in the content of a config.json, under any of its names, or None."""
+    """Return the ``quantization_config`` in a config.json, which may have other names there; None if there is none."""
     text = hf_config.get("text_config")
     configs = hf_config, text if isinstance(text, Mapping) else {}
     keys = "quantization_config", "compression_config"
@@ -450,7 +451,7 @@ def _groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _join(stored: Stored, owner: str, codes: str, make: Callable[..., Encoding], **others: str) -> None:
-    """Replace the entries of all tensors of a weight with a single entry ``owner`` that has their encoding."""
+    """Replace the entries of all tensors that form a weight with a single entry ``owner`` that has an encoding."""
     missing = [name for name in others.values() if name not in stored]
     if missing:
         raise ValueError(
@@ -524,7 +525,7 @@ def _float8(parts: dict[str, StoredTensor], block: list[int] | None = None) -> E
 
 
 def _recognize_blocks(stored: Stored, quantization: Mapping[str, Any]) -> Stored:
-    """Attach DeepSeek's block scales to their float8 tensors."""
+    """Join DeepSeek's block scales with the float8 tensors to which they belong."""
     names = [name for name in stored if name.endswith(SCALES)]
     if not names:
         return stored
@@ -599,7 +600,7 @@ def _state_of(tensor: StoredTensor, read: Read) -> dict[str, Any]:
 
 
 def _take_extras(stored: Stored) -> None:
-    """Move tensors that describe activations, caches and shapes into the entries of their layers' weights."""
+    """Move tensors that describe activations, caches and shapes into the entry of the weight of the same layer."""
     for name in [name for name in stored if name.endswith(EXTRAS)]:
         owner = name.rpartition(".")[0] + ".weight"
         extra = stored.pop(name)

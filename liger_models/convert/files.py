@@ -227,7 +227,7 @@ def open_files() -> Iterator[Mapping[Path, Any]]:
 
 
 def read_rows(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last: int) -> torch.Tensor:
-    """Read rows of a tensor. Quantized tensors become bfloat16, or float16 if they were quantized from float16.
+    """Read rows of a tensor. Quantized rows become bfloat16, or float16 if they were quantized from float16.
 
     Args:
         files: maps paths to open files.
@@ -311,12 +311,12 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def list_files(folder: Path) -> str:
-    """Return the first few file names in a folder, as text for an error message."""
+    """Return a text for an error message: the first few file names in a folder."""
     return some(sorted(path.name for path in folder.iterdir())) or "an empty folder"
 
 
 def some(names: Iterable[str], count: int | None = None) -> str:
-    """Return the first five names and how many more names there are, as text for an error message."""
+    """Return a text for an error message: the first five names, and how many more there are."""
     names = list(names)
     count = len(names) if count is None else count
     return ", ".join(names[:5]) + (f" and {count - 5} more" if count > 5 else "")

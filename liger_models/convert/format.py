@@ -14,10 +14,11 @@ class MTPFormat:
     Attributes:
         sizes: fields of a config that describes a model with only this block.
         prefix: prefix of all tensors.
-        block: prefix of the tensors of the block itself. ``{}`` stands for the number of a layer in the block.
+        block: prefix of the tensors in the block's decoder layers. ``{}`` stands for the number of a layer in the
+            block.
         names: maps ``fc``, ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden`` and ``norm`` to their names in the
             checkpoint.
-        copies: maps each other tensor, which is a copy of one of the model's parameters, to this parameter.
+        copies: maps each remaining tensor to the model's parameter of which it is a copy.
     """
 
     sizes: Mapping[str, Any]
@@ -31,7 +32,7 @@ DEEPSEEK_IGNORED_KEYS = (
     "aux_loss_alpha", "ep_size", "moe_layer_freq", "qk_head_dim", "scoring_func", "seq_aux",
     "output_router_logits",  # there is no load-balancing loss
 )  # fmt: skip
-"""Keys for DeepSeek's released code and for training the router. No DeepSeek model in transformers reads these keys."""
+"""Keys for DeepSeek's own code or for training the router, which no DeepSeek model in transformers reads."""
 
 
 def deepseek_mtp(config: Any, **sizes: Any) -> MTPFormat:

@@ -56,10 +56,10 @@ ARCHITECTURES = {
 """Maps each ``model_type`` that `save_gguf` can write to its name in ``gguf.MODEL_ARCH``."""
 
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
-"""llama.cpp scales the attention scores of models with this number of layers by (C / H)^-0.5 instead of D^-0.5."""
+"""If a model has this number of layers, llama.cpp scales attention scores by (C / H)^-0.5 instead of D^-0.5."""
 
 _PERIOD = {"gemma2": 2, "gemma3_text": 6}
-"""In llama.cpp, one layer in each group of this many layers has no window."""
+"""In llama.cpp, one layer in each group of this many layers has no attention window."""
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -84,7 +84,7 @@ PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool], str] = {
     (("ByteLevel",), False): "gpt-2",
     (("Digits", "ByteLevel"), False): "smollm",
 }
-"""Maps pairs (steps that split a text, whether words in the vocabulary ignore the merges) to llama.cpp's names."""
+"""Maps (steps that split a text, whether words in the vocabulary ignore the merges) to llama.cpp's pre-tokenizers."""
 
 PROBE = (
     "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶\u200d🌫️ (multiple emojis concatenated) ✅ 🦙🦙 "
@@ -116,8 +116,8 @@ def save_gguf(model: Decoder, file: str | os.PathLike[str], quantization: str, *
     """Write a model and its tokenizer as a GGUF file for llama.cpp.
 
     The file is written beside its target and renamed when it is complete. Norms, biases and other one-dimensional
-    tensors are written in float32, and matrices in the given type. Matrices with a row length that is not a multiple
-    of 32 can't be in q8_0. As in llama.cpp's converter, they are written in f16.
+    tensors are written in float32, and matrices in the given type. Matrices whose row length is not a multiple of 32
+    can't be in q8_0 and are written in f16, as in llama.cpp's converter.
 
     In a process group, only rank 0 writes, and the other ranks wait for it.
 
@@ -404,7 +404,8 @@ def pre_tokenizer(tokenizer: Any, content: dict[str, Any]) -> str:
 def _scores(bpe: dict[str, Any]) -> dict[str, float]:
     """Return a score for each token of a SentencePiece BPE. The BPE merges the pair with the highest score first.
 
-    The token that is merged first has the score 0, the next -1, and so on. Tokens that are never merged come last.
+    The token of the first merge has the score 0, the token of the second merge -1, and so on. Tokens that are in no
+    merge have the lowest scores.
     """
     merged = dict.fromkeys("".join(pair if isinstance(pair, list) else pair.split(" ")) for pair in bpe["merges"])
     others = [token for token in sorted(bpe["vocab"], key=bpe["vocab"].get) if not _is_reserved(token, bpe)]

@@ -28,7 +28,7 @@ _TRANSPORT_ERRORS: tuple[type[Exception], ...] = tuple(
     for base in HfHubHTTPError.__mro__
     if base.__module__.partition(".")[0] in ("httpx", "httpx2", "requests")
 )
-"""Base classes of errors of the client's HTTP library. The version of huggingface_hub determines the library."""
+"""Base classes of the HTTP library's errors. The version of huggingface_hub determines which library it is."""
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ def download(
     strict: bool = False,
     progress: bool = True,
 ) -> Path:
-    """Download from the hub all files that are needed to load a model, into the client's cache.
+    """Download all files that are needed to load a model from the hub into the client's cache.
 
     config.json is checked before the weights are downloaded, so an unsupported model fails early.
 

@@ -48,7 +48,7 @@ from liger_models.layers.moe import MATRICES, LigerMoE
 
 Model = TypeVar("Model", bound=Decoder)
 SAMPLES = 8
-"""Number of matrices whose first rows are compared between ranks, to detect ranks that read different checkpoints."""
+"""Number of matrices whose first rows are compared between ranks, to detect that ranks read different checkpoints."""
 
 
 def load_pretrained(
@@ -89,8 +89,8 @@ def load_pretrained(
             dequantized during matrix products.
         head: whether the model has a language-model head. Embedding models need none. With False, the head is tied to
             the embedding, and the checkpoint may have any head or none. The model is then saved without a head, and
-            with names that lack the prefix ``model.``, like Qwen3-Embedding. None means False if the checkpoint has
-            no head and config.json does not tie the head to the embedding, and True otherwise.
+            tensor names lack the prefix ``model.``, as in Qwen3-Embedding. None means False if the checkpoint has no
+            head and config.json does not tie the head to the embedding, and True otherwise.
         hf_config: content of a config.json to use instead of the file in the folder.
 
     Returns:
@@ -378,7 +378,7 @@ def _common_encoding(expression: Expression, stored: Mapping[str, StoredTensor])
 def _fill_codes(
     parameter: Tensor, frozen: FrozenParameters, expression: Expression, stored: Mapping[str, StoredTensor]
 ) -> None:
-    """Read this rank's shards of all tensors of a weight that is kept quantized: of the codes and of the other tensors.
+    """Read this rank's shards of the codes, and of all other tensors, of a weight that is kept quantized.
 
     Args:
         parameter: the codes.
@@ -434,7 +434,7 @@ def own_config(model_class: type, hf_config: Mapping[str, Any]) -> dict[str, Any
 def of_whole_model(stored: Mapping[str, StoredTensor], maps: Sequence[WeightMap]) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint, with the names that they would have if the model had a head.
 
-    If a model was saved without its language-model head, like Qwen3-Embedding, its tensor names lack the prefix
+    If a model was saved without its language-model head, as Qwen3-Embedding was, its tensor names lack the prefix
     ``model.``. This function adds the prefix.
 
     Args:
@@ -452,7 +452,7 @@ def of_whole_model(stored: Mapping[str, StoredTensor], maps: Sequence[WeightMap]
 
 
 def _wider(dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of parameters in `Layer.wide` if the other parameters of the model are in ``dtype``."""
+    """Return the dtype that parameters in `Layer.wide` have if all other parameters of the model are in ``dtype``."""
     return torch.promote_types(dtype or torch.float32, torch.float32)
 
 
@@ -598,5 +598,5 @@ def _read(
 
 
 def _to(tensor: Tensor, device: torch.device | str, dtype: torch.dtype | None) -> Tensor:
-    """Move a tensor to the device, and convert it to ``dtype`` unless it holds encoded bytes."""
+    """Move a tensor to the device, and convert it to ``dtype`` unless it holds quantized codes."""
     return tensor.to(device, dtype if tensor.is_floating_point() else None)

@@ -224,7 +224,7 @@ def shape_of(expression: Expression, shapes: Mapping[str, Sequence[int]]) -> tor
 
 
 def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[int]]) -> Rows | None:
-    """Return the rows of the checkpoint that make up a shard of a parameter.
+    """Return which rows of the checkpoint's tensors make up a shard of a parameter.
 
     To find these rows, the function numbers the rows of the checkpoint, and packs tensors of these numbers in the
     same way as the weights. The shard of the packed tensor then contains the numbers of the rows that form the shard
@@ -297,10 +297,11 @@ def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
         shape: shape of the parameter, [N, K] or, for a stack of experts, [X, N, K].
 
     Returns:
-        A list with one tensor [k, n] int64 for each row count ``n``. Row ``i`` of the tensor holds the row numbers of
-        matrix ``i`` among the ``k`` matrices that have ``n`` rows. Rows are numbered over the flattened leading
-        dimensions of the parameter. Each row is in exactly one matrix. If the matrices do not consist of whole rows
-        of the parameter, the parameter is treated as one matrix or, for a stack of experts, as X matrices.
+        A list of tensors [k, n] int64, one for each number of rows ``n`` that matrices have. Row ``i`` of the tensor
+        holds the row numbers of matrix ``i`` among the ``k`` matrices with ``n`` rows. Rows are numbered over the
+        flattened leading dimensions of the parameter. Each row is in exactly one matrix. If the matrices do not
+        consist of whole rows of the parameter, the parameter is treated as one matrix or, for a stack of experts, as
+        X matrices.
     """
     numbers = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], 1)
     if len(shape) == 3:

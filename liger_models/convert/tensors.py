@@ -241,11 +241,11 @@ class CheckpointTensors(NamedTuple):
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
 
     def narrowed(self, model: Decoder) -> "CheckpointTensors":
-        """Return the same tensors, but store parameters of `Layer.wide` in the dtype in which they were read.
+        """Return a copy that stores parameters of `Layer.wide` in the dtype that they had in the checkpoint.
 
-        This applies only if the other parameters have this dtype, and if the dtype represents all values of the
-        parameter exactly, for example because the model was not trained. If the model is sharded, all ranks must call
-        this function.
+        A parameter is stored in this dtype only if the other parameters have this dtype, and if the dtype represents
+        all values of the parameter exactly, for example because the model was not trained. If the model is sharded,
+        all ranks must call this function.
         """
         dtype = self.parameters["embed_tokens.weight"].dtype
         names = [name for name, read in model.read_dtypes.items() if name in self.parameters and read == dtype]
@@ -390,7 +390,8 @@ def is_tied(head: Tensor, embedding: Tensor) -> bool:
 def as_stored(
     where: str, model: Decoder, *, merge: bool, parameters: Mapping[str, Tensor] | None = None
 ) -> CheckpointTensors:
-    """Collect the parameters of a model's checkpoint. First, parameters that FSDP has left gathered are resharded.
+    """Collect the parameters that the model's checkpoint contains. Parameters that FSDP has gathered are first
+    resharded.
 
     Args:
         where: name of the calling function, for error messages.
@@ -471,7 +472,7 @@ class _AdaptedWeight(nn.Module):
 
 
 class _Names:
-    """Determines the layout of tensors that are read one by one. Each tensor narrows down the possible layouts."""
+    """Finds the layout of checkpoint tensors that are read one by one. Each tensor narrows down the candidates."""
 
     def __init__(self, maps: list[WeightMap], parameters: Mapping[str, Tensor]) -> None:
         empty = {name: torch.empty(parameter.shape, device="meta") for name, parameter in parameters.items()}
@@ -479,7 +480,7 @@ class _Names:
         self.read: set[str] = set()
 
     def accept(self, name: str, tensor: Tensor) -> WeightMap:
-        """Return the map of a layout with a tensor of this name and shape. Raises ValueError if there is none."""
+        """Return the map of a layout with a tensor of this name and shape. Raises ValueError if no layout has one."""
         where = "load_hf_tensors"
         if not isinstance(tensor, Tensor) or is_sharded(tensor) or tensor.dtype not in FLOATS.values():
             raise ValueError(

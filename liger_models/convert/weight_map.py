@@ -159,7 +159,7 @@ class Stack(Expression):
 
 
 class Split(Expression):
-    """A checkpoint tensor that is a concatenation of several parts. Our tensor combines the same parts in another way.
+    """A checkpoint tensor that concatenates several parts. Our tensor combines the same parts in another way.
 
     Args:
         child: the checkpoint's tensor.
@@ -284,7 +284,7 @@ class WeightMap:
         return name in self.skip or name.startswith((*self.kept, *self.dropped))
 
     def of_body(self) -> WeightMap:
-        """Return the map for a checkpoint without a language-model head. Its names lack the prefix ``model.``."""
+        """Return the map for a checkpoint without a language-model head, in which names lack the prefix ``model.``."""
         entries: dict[str, Expression | str] = {
             ours: Renamed(expression, {name: name.removeprefix("model.") for name in expression.names()})
             for ours, expression in self.entries.items()
@@ -331,7 +331,7 @@ def attention_rows(theirs: str, parameter: str, config: Any) -> Expression:
 
 
 def tower_rows(theirs: str, parameter: str, heads: int, width: int) -> Expression:
-    """Return `attention_rows` for a layer of a vision tower, which has as many key heads as query heads."""
+    """Return `attention_rows` for a vision tower's layer, whose numbers of query heads and KV heads are equal."""
     q, k, v = (f"{theirs}.{part}_proj.{parameter}" for part in "qkv")
     return qkv_rows(q, k, v, heads=heads, kv_heads=heads, head_dim=width // heads)
 
@@ -370,12 +370,12 @@ def latent_attention_entries(config: LatentDecoderConfig, theirs: str) -> dict[s
 
 
 def equal_qkv_rows(qkv: str, heads: int) -> Expression:
-    """Return `fused_qkv_rows` for equally many query heads and KV heads."""
+    """Return `fused_qkv_rows` for equal numbers of query heads and KV heads."""
     return Rearrange("(three h d) ... -> (h three d) ...", qkv, three=3, h=heads)
 
 
 def patch_rows(convolution: str, channels: int, frames: int, side: int) -> Expression:
-    """Return a patch embedding as a linear layer's weight, from a convolution whose stride equals its kernel size."""
+    """Return the weight of a linear patch embedding, from a convolution whose stride equals its kernel size."""
     pattern = "c channels frames height width -> c (channels frames height width)"
     return Rearrange(pattern, convolution, channels=channels, frames=frames, height=side)
 
@@ -397,7 +397,7 @@ def fused_gate_up_rows(gate_up: str) -> Expression:
 
 
 def expert_rows(gate: str, up: str, down: str, experts: int) -> tuple[Expression, Expression]:
-    """Return two stacked weights of a layer's experts: (fused gate and up, down). In a name, ``{x}`` is the expert."""
+    """Return two stacked weights of a layer's experts: (fused gate and up, down). ``{x}`` in names is the expert."""
     numbers = [str(x) for x in range(experts)]
     gate_up = Stack([gate_up_rows(gate.replace("{x}", x), up.replace("{x}", x)) for x in numbers], dim=0)
     return gate_up, Stack([down.replace("{x}", x) for x in numbers], dim=0)
@@ -454,7 +454,7 @@ def mixtral_mlps(config: Any, name: str, *, fused: bool) -> dict[str, Expression
 
 
 MIXTRAL_LAYOUTS = (("mlp", True), ("mlp", False), ("block_sparse_moe", True))
-"""Arguments ``name`` and ``fused`` of `mixtral_mlps` for checkpoints of transformers 5, tried in this order.
+"""Arguments ``name`` and ``fused`` of `mixtral_mlps` for checkpoints that transformers 5 writes, tried in this order.
 
 The first layout differs from Mixtral's released layout in both arguments. Each of the other two layouts differs in one
 argument.
@@ -470,7 +470,7 @@ def sparse_mlps(
         sparse_layers: indices of the layers with experts. All other layers have a dense gated MLP.
         num_layers: number of layers.
         prefix: prefix of the checkpoint's names.
-        gate_up, down: the stacked weights of a layer's experts. ``{sparse}`` in a name is the layer.
+        gate_up, down: the stacked weights of a layer's experts. ``{sparse}`` in a name is the layer's index.
     """
     # Replace the entries for all layers' MLPs with entries for each of the two sets of layers.
     sparse, dense = f"{prefix}.layers.{{sparse}}.mlp", f"{prefix}.layers.{{dense}}.mlp"

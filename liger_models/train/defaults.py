@@ -1,4 +1,4 @@
-"""Default values of options that depend on the model and the data: objective, dtype and folder."""
+"""Options whose default values depend on the model and the data: the objective, the dtype and the output folder."""
 
 import json
 import re
@@ -27,7 +27,7 @@ OBJECTIVE_OF = {"preference": "dpo", "kto": "kto"}
 
 
 def choose_folder(options: TrainOptions) -> TrainOptions:
-    """Return the options with a new folder for the run if the user has named none. Every rank must call this function.
+    """Return the options with a new output folder unless the user has named one. Every rank must call this function.
 
     The folder is named after the model and the data. If this folder exists, a number is appended to the name, so
     that no run is overwritten.
@@ -60,7 +60,7 @@ def choose_folder(options: TrainOptions) -> TrainOptions:
 def choose_objective(options: TrainOptions) -> TrainOptions:
     """Return the options with an objective. By default, the format of the data determines the objective.
 
-    If the data do not exist or cannot be read, the objective remains sft, and reading the data raises the error later.
+    If the data do not exist or cannot be read, the objective is sft. The error is raised later, when the data are read.
     """
     if options.given["objective"] is not None or options.field is not None:
         return options
@@ -79,7 +79,7 @@ def choose_dtype(options: TrainOptions, computing: torch.dtype) -> TrainOptions:
     keeps the dtype with which it began.
 
     Args:
-        options: the options of the run, whose folder is chosen.
+        options: the options of the run, after `choose_folder`.
         computing: the dtype of the computation.
     """
     if options.dtype is not None:
@@ -100,6 +100,6 @@ def begun_options(options: TrainOptions) -> dict[str, Any]:
     output = Path(str(options.output))
     try:
         begun = json.loads((output / OPTIONS).read_text()) if newest_checkpoint(output) else {}
-    except (OSError, ValueError):  # the machine lost power
+    except (OSError, ValueError):  # a power failure has damaged the file
         return {}
     return dict(begun)

@@ -1,4 +1,4 @@
-"""The multi-token prediction block in a training run: it is trained with the model, or only kept and measured."""
+"""The multi-token prediction block in a training run: it is trained with the model, or kept unchanged and measured."""
 
 import itertools
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def make_block(model: CausalLM, weight: float | None, *, detached: bool, sharded
         sharded: whether FSDP or other kinds of parallelism shard the model.
 
     Raises:
-        ValueError: the model is sharded, or its family has no such block.
+        ValueError: the model is sharded, or its family has no multi-token prediction block.
     """
     if weight is None:
         return None
@@ -49,12 +49,12 @@ def make_block(model: CausalLM, weight: float | None, *, detached: bool, sharded
 
 
 class DraftAcceptance:
-    """Measures the share of accepted drafts: tokens that the multi-token prediction block drafts and the model accepts.
+    """Measures which share of the multi-token prediction block's drafts (proposed tokens) the model accepts.
 
     Args:
         model: the model, sharded by FSDP or not.
         block: the trained block; None if the run only keeps the block's tensors from the checkpoint.
-        batches: the batches on which this rank measures, on the device of the model.
+        batches: the batches on which this rank measures. They must be on the model's device.
     """
 
     def __init__(self, model: CausalLM, block: LigerMTP | None, batches: Sequence[Batch]) -> None:
@@ -63,10 +63,11 @@ class DraftAcceptance:
 
     @torch.no_grad()
     def measure(self) -> float | None:
-        """Return the share of accepted drafts on rank 0, which has the kept tensors. Every rank must call this method.
+        """Return the share of drafts that the model accepts. Every rank must call this method.
 
-        On other ranks, the result is None. On rank 0, the result is None if `LigerMTP` does not support the model or
-        the tensors of the block. In this case, the reason is printed.
+        Only rank 0 has the block's kept tensors, so the result is None on all other ranks. On rank 0, the result is
+        None if `LigerMTP` does not support the model or the tensors of the block. In this case, the reason is
+        printed.
         """
         counts = torch.zeros(2, dtype=torch.int64, device=self._model.device)
         with unsharded(self._model) as model:
@@ -105,7 +106,7 @@ def first_batches(data: Any) -> list[Any]:
 
 
 def lag_line(trained: bool, before: float, after: float) -> str:
-    """Return the line that says how the share of accepted drafts has changed in a run."""
+    """Return a line that states the shares of accepted drafts before and after training."""
     line = f"drafts      the model accepts {after:.1%} of the block's first drafts, and before training {before:.1%}"
     if trained:
         return f"{line}."

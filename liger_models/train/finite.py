@@ -13,7 +13,7 @@ from liger_models.distributed.ranks import is_distributed
 from liger_models.layers.linear import local
 
 NEVER = 2**62
-"""A step number that no run reaches. As the first non-finite step, it means that all steps so far were finite."""
+"""A step number that no run reaches. While it is stored as the first non-finite step, all steps were finite."""
 
 
 class FiniteChecks:
@@ -48,7 +48,8 @@ class FiniteChecks:
             loss: the loss of this rank, [].
             norm: the norm of the gradients of all ranks, []; None if the optimizer has stepped in the backward.
         """
-        # The first non-finite step is a tensor [] on the device, so that the host does not wait before `check`.
+        # The number of the first non-finite step is a tensor [] on the device, so the host does not wait before
+        # `check`.
         if self._first is None:
             self._first = torch.full((), NEVER, dtype=torch.int64, device=loss.device)
         finite = loss.isfinite()

@@ -26,7 +26,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         OSError: the folder cannot be written.
     """
     with ExitStack() as stack:
-        # Rank 0 takes the lock for all ranks. If it fails, its error is raised on all ranks.
+        # Rank 0 takes the lock for all ranks. If rank 0 fails, its error is raised on all ranks.
         with raise_on_all_ranks():
             if rank() == 0:
                 try:

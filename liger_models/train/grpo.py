@@ -45,7 +45,7 @@ class GRPOObjective(Objective):
 
     def __init__(self, options: Any, **settings: Any) -> None:
         super().__init__(options)
-        # The reward function and the options of sampling.
+        # The reward function and the sampling options.
         if "reward" not in settings:
             raise ValueError(
                 "TrainOptions: objective grpo needs a reward, got none. Name a function: file.py:function."
@@ -137,8 +137,8 @@ class GRPOObjective(Objective):
         if self.scales:
             advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
 
-        # Rows [B, T] of prompts, whose tokens have no label, and answers.
-        # The bitwise complement of a token id marks a token without a label.
+        # Each of the B rows is a prompt, whose tokens have no label, followed by an answer. The bitwise complement of
+        # a token id marks a token without a label.
         pairs = zip(prompts, answers, strict=True)
         documents = [torch.tensor([*(~token for token in prompt), *answer]) for prompt, answer in pairs]
         batch = padded(documents, max(map(len, documents)), model.tokenizer.padding_id, pixels)
@@ -234,7 +234,7 @@ class GRPOObjective(Objective):
         return targets_per_rank(batches) * world_size() if self.function.loss_type in TOKEN_MEANS else None
 
     def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
-        """See `Objective.loss`. ``batch`` caches the sampling policy's and the reference model's log-probabilities."""
+        """See `Objective.loss`. ``batch`` caches log-probabilities of the sampling policy and the reference model."""
         inputs = {name: tensor for name, tensor in batch.items() if name in INPUTS}
         replayed = {"routed_experts": batch["routed_experts"]} if self.replays else {}
 
@@ -333,7 +333,8 @@ def load_function(name: str) -> Reward:
 
 def has_room(model: CausalLM) -> bool:
     """Return whether every rank has memory for all parameters in 16 bits, plus the same amount for sampling."""
-    # All ranks must make the same decision. Parameters take two bytes each, and sampling takes as much again.
+    # All ranks must make the same decision. Parameters take two bytes per element, and sampling needs the same amount
+    # of memory.
     free = free_memory(model.device)
     if free is None:
         return True

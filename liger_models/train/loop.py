@@ -91,9 +91,9 @@ def train(options: TrainOptions, *, restarts: bool = False) -> None:
 
     Args:
         options: the options of the run.
-        restarts: what happens if one of several ranks runs out of memory and a smaller plan exists. If True, all
-            processes restart themselves with the arguments of the command line. If False, the rank raises the
-            error, and the next run in the folder uses the smaller plan.
+        restarts: what happens if one of several ranks runs out of memory and a memory plan with a smaller peak
+            exists. If True, all processes restart themselves with the arguments of the command line. If False, the
+            rank raises the error, and the next run in the folder uses the smaller plan.
 
     Raises:
         KeyboardInterrupt: SIGINT has stopped the run.
@@ -377,7 +377,7 @@ def make_datasets(
 
 
 def packing_of(options: TrainOptions, data_rank: int, data_ranks: int) -> dict[str, Any]:
-    """Return the data set arguments that training and evaluation data have in common."""
+    """Return the arguments of `PackedDataset` that are the same for training and evaluation data."""
     return {
         "length": options.length, "overflow": options.overflow, "field": options.field, "format": options.format,
         "broken_media": options.broken_media, "multi_turn": options.multi_turn,
@@ -501,8 +501,8 @@ class Updates:
     def step(self) -> tuple[float, Tensor | None]:
         """Update the parameters, and return the learning rate and the norm of the gradients before clipping.
 
-        The norm is None if the optimizer steps in the backward, because then all gradients never exist at the same
-        time.
+        The norm is None if the optimizer steps in the backward, because the gradients then never all exist at the
+        same time.
         """
         # Clipping needs the norm of the unscaled gradients, so the scale is removed first.
         self.scaler.unscale_(self.optimizer)
@@ -611,7 +611,7 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dt
         if options.lora_4bit or options.lora_float8:
             quantize_base(model, dtype="nf4" if options.lora_4bit else "float8")
 
-        # Shard the model. Tensor parallelism shards layers first; then FSDP shards the part that each rank has left.
+        # Shard the model. Tensor parallelism first shards the layers; then FSDP shards the part of each rank.
         if not needs_fsdp(options, dtype):
             start_kernels(options, model, device)
             return model
@@ -657,7 +657,7 @@ def add_adapters(model: CausalLM, options: TrainOptions) -> CausalLM:
     """Add the LoRA adapters that ``options`` describe.
 
     Raises:
-        ValueError: ``lora_tower`` is set but the model has no vision tower, or a reason that `apply_lora` names.
+        ValueError: ``lora_tower`` is set but the model has no vision tower; see also `apply_lora`.
     """
     if options.lora_tower and model.visual is None:
         raise ValueError(
@@ -715,7 +715,7 @@ def freeze_images(model: CausalLM) -> None:
 
 
 def make_optimizer(model: CausalLM | LigerMTP, options: TrainOptions, plan: MemoryPlan | None) -> LigerAdamW:
-    """Create the optimizer named in ``options``. A plan may put the optimizer's moments into host memory."""
+    """Create the optimizer named in ``options``. A memory plan may keep the optimizer's moments in host memory."""
     decoder = model.model if isinstance(model, LigerMTP) else model
     rounding = options.dtype == "bfloat16"
     if options.optimizer == "muon":
@@ -728,7 +728,7 @@ def make_optimizer(model: CausalLM | LigerMTP, options: TrainOptions, plan: Memo
 
 
 def parameter_groups(model: torch.nn.Module, options: TrainOptions) -> list[dict[str, Any]]:
-    """Group the trained parameters: with weight decay, without weight decay, and (for LoRA+) the LoRA matrices B."""
+    """Group the trained parameters: with weight decay, without weight decay, and (for LoRA+) the LoRA B matrices."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     ratio = options.lora_plus_ratio
     raised = {name: parameter for name, parameter in trained.items() if ratio and name.endswith("lora_B")}

@@ -37,8 +37,8 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
     with a target.
 
     Args:
-        model: the model, sharded or not. Ranks that share a batch (`apply_tp`, `apply_cp`) have equal shares of the
-            work.
+        model: the model, sharded or not. If ranks share a batch (`apply_tp`, `apply_cp`), each of them is assumed to
+            do an equal share of the work.
         batches: batches of a `PackedDataset`. They must be on the CPU, because this function reads their
             ``cu_seqlens``.
     """

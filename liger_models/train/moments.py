@@ -20,9 +20,9 @@ NAMES = (*MOMENTS, *(f"{name}_codes" for name in MOMENTS), *(f"{name}_scale" for
 def moment_dtype(param: Tensor, wanted: torch.dtype | None) -> torch.dtype:
     """Return the dtype that a parameter's moments get if the user requests ``wanted``. int8 means 8-bit codes.
 
-    With 8-bit codes, each block of 128 elements along the last dimension has one scale. If some rank would not have
-    whole blocks, the moments are in fp32 instead. These parameters are vectors, narrow matrices, and matrices whose
-    last dimension is sharded within a block.
+    With 8-bit codes, each block of 128 elements along the last dimension has one scale. If a rank would not have
+    whole blocks, the parameter's moments are in fp32 instead. This is the case for vectors, narrow matrices, and
+    matrices whose last dimension is sharded within a block.
     """
     if wanted != torch.int8:
         return wanted or param.dtype
@@ -48,7 +48,7 @@ def zero_moments(param: Tensor, dtype: torch.dtype, **memory: Any) -> dict[str, 
 
 
 def converted(param: Tensor, dtype: torch.dtype, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved state with its moments converted to the format for ``dtype``. Values are rounded to nearest."""
+    """Return a saved optimizer state whose moments are converted to ``dtype``. Values are rounded to nearest."""
     # Keep all entries except the moments, for example the step.
     state = {name: value for name, value in saved.items() if name not in NAMES}
     for name, code_dtype in MOMENTS.items():

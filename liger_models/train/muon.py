@@ -20,7 +20,7 @@ SCALES = {
     "match_rms_adamw": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
     "original": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
 }
-"""Maps ``adjust_lr_fn`` to the formula for ``s``, a factor of an orthogonal update in addition to the learning rate."""
+"""Maps ``adjust_lr_fn`` to the formula for ``s``, which multiplies an orthogonal update besides the learning rate."""
 
 
 class LigerMuon(LigerAdamW):
@@ -99,8 +99,8 @@ class LigerMuon(LigerAdamW):
                 "LigerMuon: state_dtype must be a floating-point dtype, got torch.int8. Use LigerAdamW for 8 bits."
             )
 
-        # Split the trained parameters into matrices, with the rows that each matrix has in its parameter, and all
-        # others.
+        # Split the trained parameters into parameters that consist of matrices, and all others. For the former, find
+        # the rows of each matrix in its parameter.
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         matrices = {name: weight for name, weight in model.hidden_matrices().items() if weight.requires_grad}
         if len(matrices) == 0:
@@ -203,7 +203,7 @@ class LigerMuon(LigerAdamW):
         torch.autograd.graph.increment_version([matrices[number] for number in active if is_sharded(matrices[number])])
 
     def _orthogonal(self, stacks: list[Tensor]) -> list[Tensor]:
-        """Return the scaled updates of stacks of matrices [k, n, c]. Equal or transposed shapes form one batch."""
+        """Return scaled orthogonal updates of stacks of matrices [k, n, c], batched by shape (up to transposition)."""
         batches: dict[tuple[int, ...], list[int]] = {}
         for index, stack in enumerate(stacks):
             batches.setdefault(tuple(sorted(stack.shape[1:])), []).append(index)

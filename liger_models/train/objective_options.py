@@ -114,7 +114,7 @@ def make_objective(options: Any) -> Objective:
     """Create the objective of a run from the run's checked options.
 
     Raises:
-        ValueError: an option is out of the objective's range.
+        ValueError: an option is out of the range that the objective allows.
     """
     # None means the objective's default, so it is not passed.
     settings = {

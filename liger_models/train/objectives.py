@@ -116,7 +116,7 @@ class Objective:
     generates = True
     """Whether the model generates text."""
     is_gentle = False
-    """Whether the default learning rate is the lower rate for objectives that compare or sample answers."""
+    """Whether the default learning rate is the lower one, which suits objectives that compare or sample answers."""
 
     def __init__(self, options: Any, **settings: Any) -> None:
         self.accumulate = options.accumulate
@@ -256,7 +256,7 @@ class Compared(Objective):
         return {"loss": pair(out.loss[0] * number, number), **metrics}
 
     def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
-        """Run the model. Returns (output, metrics), where the output's ``loss`` is a pair (loss, other values)."""
+        """Run the model. Returns (output, metrics), where ``output.loss`` is a pair (loss, other values)."""
         reference = {"ref_log_probs": self.reference(model, _log_probs(batch))} if self.needs_reference else {}
         # The loss runs inside the head, where FSDP has gathered its weight.
         out = model(**batch, loss_function=lambda x, weight, target: self.function(weight, x, target, **reference))
@@ -408,7 +408,7 @@ class DistillObjective(Objective):
         return self._run(model, batch)[1]
 
     def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
-        """Run the model. Returns (output, metrics), where the output's ``loss`` is (mean losses, number of targets)."""
+        """Run the model. Returns (output, metrics), where ``output.loss`` is (mean losses, number of targets)."""
         # The teacher's hidden states [N, C] and its head. The loss computes the teacher's logits in chunks.
         with torch.no_grad():
             hidden, head, _ = self.teacher(**batch, loss_function=lambda *inputs: inputs).loss

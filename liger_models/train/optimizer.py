@@ -213,7 +213,7 @@ class LigerAdamW(torch.optim.Optimizer):
         return ((number, param, stream) for stream, (number, param) in enumerate(owners))
 
     def launch(self, parameters: Collection[Tensor]) -> None:
-        """Launch the update kernel on new tensors, with the dtypes of the optimizer's parameters in ``parameters``."""
+        """Launch the update kernel on new tensors, once for each pair of dtypes of ``parameters`` and moments."""
         hyper = Hyper(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, maximize=False, step=1)
         updates: dict[tuple[torch.dtype, torch.dtype], Update] = {}
         for _, param, stream in self._parameters():

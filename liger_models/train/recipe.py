@@ -17,7 +17,7 @@ from liger_models.train.report import estimate
 from liger_models.train.train_options import LEARNING_RATES
 
 METHODS = {"full": "all weights", "lora": "LoRA", "4bit": "LoRA on 4-bit weights"}
-"""Maps each method to a text that says what it trains. The method that trains the most weights comes first."""
+"""Maps each training method to a description. The method that trains the most weights comes first."""
 LENGTHS = (4096, 2048, 1024)
 """Possible numbers of tokens per row, starting with the preferred number."""
 STEP_TOKENS, MOST_TOKENS, ENOUGH_TOKENS = 65536, 16384, 4096

@@ -196,7 +196,7 @@ def _gather(folder: Path, files: Sequence[str]) -> str:
         (temporary / f"{number:05}-{PurePosixPath(file).name}").symlink_to(folder / file)
     try:
         temporary.rename(target)
-    except OSError:  # another process was faster
+    except OSError:  # another process has already created the folder
         shutil.rmtree(temporary)
     return str(target)
 

@@ -33,14 +33,15 @@ from liger_models.train.train_options import STORED, TrainOptions
 WIDTH = 100
 """Maximum number of columns of a line."""
 FEW_STEPS, LARGE_STEP = 50, 1 / 20
-"""A run with fewer steps than the first value, or with a step above the second share of the data, prints a warning."""
+"""A run prints a warning if it has fewer steps than the first value, or if a step uses more than the second value's
+share of the data."""
 HEADER_EVERY = 25
 """Number of lines after which the column names are repeated."""
 SAMPLE_TOKENS = 64
 """Number of tokens of a generated sample."""
 COLUMNS = {"epoch": 6, "loss": 8, "lr": 8, "norm": 8, "loss_scale": 8, "tokens_per_s": 9, "mfu": 5, "memory_gib": 9}
 COLUMNS |= {"eta": 10}
-"""Maps the name of each logged value that has a column to the width of the column."""
+"""Maps the names of logged values to the widths of their columns. Other values have no column."""
 HEADERS = {"loss_scale": "scale", "tokens_per_s": "tokens/s", "mfu": "MFU", "memory_gib": "memory", "eta": "ETA"}
 
 
@@ -187,11 +188,12 @@ def estimate(
 ) -> TrainingMemory:
     """Estimate the memory of a step on this rank's device, for a model that FSDP shards.
 
-    Parameters, gradients and the optimizer's moments are counted at their size on this rank. Activations, the head, and
-    the weights that FSDP gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation.
-    Quantized weights are counted at their stored size. The temporary tensors of one matrix product are added: for 4-bit
-    weights, experts, and weights kept as in the checkpoint (``keep_quantized``), the dense weight; for other float8
-    weights, the transposed weight and the rounded rows of the input. On one device, nothing is gathered.
+    Parameters, gradients and the optimizer's moments are counted at their size on this rank. Activations, the head,
+    and the weights that FSDP gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the
+    computation. Quantized weights are counted at their stored size. The temporary tensors of one matrix product are
+    added. For 4-bit weights, experts, and weights kept as in the checkpoint (``keep_quantized``), the temporary
+    tensor is the dense weight. For other float8 weights, the temporary tensors are the transposed weight and the
+    rounded rows of the input. On one device, nothing is gathered.
 
     Args:
         model: the model as it is trained, but not sharded by `apply_tp`. It may be on the meta device.
@@ -338,7 +340,7 @@ def sample(model: CausalLM, prompt: str) -> str:
 
 
 def next_steps(output: Path, *, model: str, adapters: bool, chat: bool, generates: bool = True) -> list[str]:
-    """Return the last lines that a run prints. They name the result and the commands that use it."""
+    """Return the last lines that a run prints. They name the exported files and the commands that use these files."""
     folder = output / ("adapter" if adapters else "model")
     result = [model, "--adapter", str(folder)] if adapters else [str(folder)]
     commands = {}

@@ -37,7 +37,7 @@ from liger_models.train.objectives import Load, Metrics, Objective, pair
 BEST = (1, 10)
 """The values of k for recall@k."""
 NDCG = 10
-"""Number of documents that count in nDCG."""
+"""Number of top-ranked documents that count in nDCG."""
 
 
 class RetrievalObjective(Objective):

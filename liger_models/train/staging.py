@@ -19,9 +19,9 @@ class Visit:
         host: the moments in host memory.
         versions: the version counters of ``host`` when they were copied.
         staged: the moments on the GPU.
-        start, end: first byte of the moments in the ring buffer, and the byte after the last one.
-        arrived: CUDA event after the copies to the GPU.
-        left: CUDA event after the copies back to the host; None until these copies are queued.
+        start, end: index of the moments' first byte in the ring buffer, and index after their last byte.
+        arrived: CUDA event that is recorded after the copies to the GPU.
+        left: CUDA event that is recorded after the copies back to the host; None until these copies are queued.
     """
 
     host: list[Tensor]
@@ -46,8 +46,8 @@ class Staging:
     Args:
         device: the GPU.
         size: size of the ring buffer in bytes.
-        left: maps each parameter to the CUDA event after the last copy of its moments from any device back to the
-            host.
+        left: maps each parameter to the CUDA event that was recorded after its moments were last copied from any
+            device to the host.
     """
 
     def __init__(self, device: torch.device, size: int, left: dict[Tensor, torch.Event]) -> None:

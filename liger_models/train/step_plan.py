@@ -1,4 +1,4 @@
-"""The memory plan of a run: what a step recomputes or offloads to fit into memory, and a smaller plan if it fails."""
+"""The memory plan of a run: what a step recomputes or offloads, and which plan follows if a step runs out of memory."""
 
 import gc
 import json
@@ -59,7 +59,7 @@ class StepPlan:
     Attributes:
         is_estimated: whether the memory of a step can be estimated.
         plan: the current plan; None if ``options.checkpointing`` is the policy of all blocks.
-        lines: description of the plan for the banner.
+        lines: lines of the banner that describe the plan.
 
     Raises:
         ValueError: no plan fits.
@@ -123,8 +123,8 @@ class StepPlan:
         return self._memory
 
     def _fastest(self, budget: int) -> MemoryPlan:
-        # The optimizer step in the backward is the last resort: such a step cannot be repeated and has no norm to
-        # log.
+        # Running the optimizer step in the backward is the last resort: such a step cannot be repeated, and there is
+        # no gradient norm to log.
         try:
             return self._plan(budget, host_moments=True, in_backward=False)
         except ValueError as error:
@@ -137,7 +137,7 @@ class StepPlan:
                 ) from error
 
     def _describe(self, plan: MemoryPlan, budget: int) -> list[str]:
-        """Describe the chosen plan, and how long a step would take with half of the memory."""
+        """Describe the chosen plan, and say how long a step would take with half of the memory."""
         amount = f"about {_gigabytes(plan.peak)} of {_gigabytes(budget)} that the device has free (estimate)"
         half = f"{budget / 2e9:.3g}GB"
         try:

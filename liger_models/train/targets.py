@@ -27,7 +27,7 @@ class TargetChecks:
             self._learned.append(any(bool((rows != -100).any()) for rows in labels))
 
     def check(self, step: int, device: torch.device) -> str | None:
-        """Once in a run, return the warning if a step up to ``step`` had no labels. Every rank must call this."""
+        """Return the warning if a step up to ``step`` had no labels, but only once. Every rank must call this."""
         if not self._learned:
             return None
         learned = mean_over_ranks(torch.tensor(self._learned, dtype=torch.float32, device=device)).tolist()

@@ -28,7 +28,8 @@ def warm_up(model: nn.Module, **batch: Any) -> int:
         The number of compiled kernels. It is 0 on a CPU and in a second call.
 
     Raises:
-        ValueError: a parameter has a gradient, to which the backward would add, or a hook that would use the gradient.
+        ValueError: a parameter already has a gradient, to which the backward would add, or has a hook that would use
+            the gradient.
     """
     # The gradients of this pass are garbage, so nothing may use them.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -47,8 +48,8 @@ def warm_up(model: nn.Module, **batch: Any) -> int:
 
     def record(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         kernel = fn.jit_function
-        # Kernels of other packages are run, because later kernels may need their results, and autotuners need their
-        # times.
+        # Kernels of other packages are run, because later kernels may need their results, and autotuners must measure
+        # their run times.
         if not fn.module.startswith("liger_models.") or getattr(kernel, "decides", False):
             return False
         device, specialization = compile["device"], compile["specialization_data"]
