@@ -390,8 +390,7 @@ def is_tied(head: Tensor, embedding: Tensor) -> bool:
 def as_stored(
     where: str, model: Decoder, *, merge: bool, parameters: Mapping[str, Tensor] | None = None
 ) -> CheckpointTensors:
-    """Collect the parameters that the model's checkpoint contains. Parameters that FSDP has gathered are first
-    resharded.
+    """Collect the parameters of a model's checkpoint, after resharding the parameters that FSDP has left gathered.
 
     Args:
         where: name of the calling function, for error messages.

@@ -190,7 +190,7 @@ class AnswerDataset(PackedDataset):
             raise ValueError("AnswerDataset: the source must have a length, got a stream. Save it as a file.")
 
     def _notes(self) -> list[str]:
-        """Return notes about how many examples are left out, sequences are cut, and pairs have equal answers."""
+        """Return notes with the number of examples left out, of sequences cut, and of pairs with equal answers."""
         parts: Any = getattr(self.rows, "parts", [self.rows])
         sizes = [part.tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).view(-1, 2) for part in parts]
         left_out = sum(len(size) - len(part.kept) for part, size in zip(parts, sizes, strict=True))
@@ -261,7 +261,7 @@ def padded(documents: Sequence[Tensor], length: int, filler: int, pixels: Sequen
         documents: the token ids of each document, [n], with ``~id`` instead of ``id`` for a token without a label.
         length: the maximum number of tokens in a row.
         filler: the token id of padding.
-        pixels: the inputs of each row other than text, if any row has such inputs.
+        pixels: each row's inputs other than tokens, such as pixels; empty if there are none.
     """
     documents = [document[:length] for document in documents]
     longest = max(map(len, documents))

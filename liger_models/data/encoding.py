@@ -29,7 +29,7 @@ MEDIA = ("image", "video", "audio")
 """Words that mark special tokens and types of message parts as media instead of text."""
 
 ON_UNRENDERED = ("error", "warn", "drop")
-"""The choices for an example that has a field which the chat template leaves out."""
+"""The choices for what happens to an example if the chat template leaves out one of its fields."""
 
 WEIGHTS = ("weight", "loss", "train")
 """Keys of a message that say whether the message is learned."""
@@ -38,7 +38,7 @@ POSITIONS = "position_ids"
 """Columns with one value per token id. Masks are 1 for learned tokens; ``attention_mask`` is 1 outside of padding."""
 
 SPEAKERS = ("system", "user", "assistant")
-"""Roles whose content must be a text or parts. The result of a tool may be anything that the template can write."""
+"""Roles whose messages must contain a text or parts. A tool's result may be anything that the template can write."""
 
 
 class Document(NamedTuple):
@@ -221,7 +221,7 @@ class Encoder:
     def _read_chat(
         self, where: str, field: str, prompt: Any, answer: Any, example: Mapping[str, Any], columns: Columns
     ) -> list[Text]:
-        """Return the texts of a conversation, which the chat template renders as one or more examples."""
+        """Render a conversation with the chat template as one or more examples, and return the text of each."""
         if prompt is not None and not is_messages(prompt):
             raise ValueError(
                 f"{where}: prompt must be messages because {field} holds messages, got {str(prompt)[:60]!r}. Convert "
@@ -229,7 +229,7 @@ class Encoder:
             )
         prompt = prompt or ()
 
-        # Of the messages after the prompt, the assistant's are learned, unless their weight is 0.
+        # The assistant's messages after the prompt are learned, unless their weight is 0.
         messages, sources = self.media.place(where, [*prompt, *answer], columns)
         messages = read_messages(where, messages, self.media.kinds)
         answers = [number >= len(prompt) and message["role"] == "assistant" for number, message in enumerate(messages)]
@@ -338,7 +338,7 @@ class Encoder:
         for i, encoding in zip(masked, encodings, strict=True):
             encoded[i] = _masked(encoding.ids, encoding.offsets, texts[i].spans)
 
-        # Of the special tokens around a prompt and its answer, only the end token is learned.
+        # The special tokens around a prompt and its answer are not learned, except for the end token.
         around = [i for i, text in texts.items() if text.spans is not None and text.special]
         before, after = self._special_tokens() if around else ([], [])
         for i in around:

@@ -259,7 +259,7 @@ _OF_INSTRUCTION = ("input|context", "system", "history")
 _PAIRS = "Pairs train with objective dpo, orpo, cpo or simpo."
 _TEXTS = "Queries with documents train with objective embed or rerank."
 NEGATIVES = ("negative", "negatives", "neg", *(f"negative_{number}" for number in range(1, 65)))
-"""Columns with hard negatives for a query: one document, or a list of documents."""
+"""Names of columns with hard negatives of a query. Each column holds one document or a list of documents."""
 FORMATS = {
     "chat": Format(("messages",), ("system", *_TEMPLATE), _from_messages),
     "sharegpt": Format(("conversations|conversation",), ("system", *_TEMPLATE), _from_sharegpt),
@@ -391,7 +391,7 @@ class Formats:
 def recognized_format(source: Any) -> str | None:
     """Return the format name of a source's first record; None if it has no format or cannot be read.
 
-    If a record fits a document format and another format, the document format counts, except for labeled answers.
+    If a record fits a document format and another format, the document format is returned, except for labeled answers.
 
     Args:
         source: a result of `find_files`.
@@ -406,7 +406,7 @@ def recognized_format(source: Any) -> str | None:
 
 
 def mark_learned(tokenizer: Tokenizer, ids: Sequence[int], lines: int = 12) -> str:
-    """Return a document as indented text, with the parts that have labels between « and ».
+    """Return a document as indented text, in which « and » enclose the parts that have labels.
 
     Args:
         tokenizer: the tokenizer that decodes the ids.

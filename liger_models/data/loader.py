@@ -70,7 +70,7 @@ class PackedLoader(DataLoader[Batch]):
 
 
 def _take(batches: Iterator[Any]) -> Any:
-    """Return the next batch, or None. If a worker has failed, its error is raised with the worker's own message.
+    """Return the next batch, or None at the end. A worker's error is raised with the worker's own message.
 
     PyTorch puts the traceback of the worker into the error message. This function raises the worker's error instead,
     with PyTorch's error as its cause.

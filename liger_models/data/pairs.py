@@ -28,7 +28,7 @@ GROUP = 256
 QUERY = ("query", "anchor", "question", "sentence1")
 DOCUMENT = ("positive", "pos", "document", "passage", "answer", "sentence2")
 SCORE = ("score", "label", "similarity_score")
-"""Possible column names for the query of an example, for its document, and for the score of the two."""
+"""Possible names of the columns with an example's query, with its document, and with the score of the two."""
 HEAD = 4
 """Number of integers at the beginning of an example's first document. This document describes the example."""
 
@@ -177,7 +177,7 @@ class PairRows(AnswerRows):
 
     @property
     def are_scored(self) -> set[bool]:
-        """Whether the examples have scores: {True}, {False}, or both if only some examples have scores."""
+        """Whether the examples have scores: {True}, {False}, or {True, False} if only some examples have scores."""
         ends = self.tokens.ends
         return {bool(self.tokens.ids[(int(ends[first - 1]) if first else 0) + 1]) for first in self.firsts}
 

@@ -132,7 +132,7 @@ def _from_collated(batch: Mapping[str, Any]) -> Batch:
 
 
 def _from_columns(pairs: Mapping[str, Any], fields: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Convert columns by name to a dict for each pair. ``fields`` are read in addition to the columns of pairs."""
+    """Convert a mapping from names to columns into a list with one dict per pair. ``fields`` are additional columns."""
     prefixes = (*ANSWERS, "prompt", "tools", "chat_template_kwargs", *fields)
     columns = {name: column for name, column in pairs.items() if name.startswith(prefixes)}
     sizes = {name: len(column) for name, column in columns.items()}
@@ -161,13 +161,13 @@ def encode_pair(
     answers: Sequence[str] = ANSWERS,
     on_unrendered: str = "error",
 ) -> list[Answer]:
-    """Return the chosen and the rejected answer to a prompt, or the given ``answers``, as tokens.
+    """Return the token ids of a prompt's chosen and rejected answers, or of the answers named in ``answers``.
 
     Args:
         where: where the pair is, for errors.
         pair: an example; see `preference_batch`.
         reader: the tokenizer of the model, or its processor.
-        answers: the names of the answers.
+        answers: the names of the fields that hold the answers.
         on_unrendered: what happens if the chat template leaves out a field; see `Encoder`.
 
     Raises:

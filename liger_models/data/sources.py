@@ -227,7 +227,7 @@ def _read_csv(path: Path) -> Iterator[Record]:
 
 
 def _numbers(record: Mapping[str, str]) -> dict[str, Any]:
-    """Convert the values in those columns of a CSV file that hold numbers or truth values."""
+    """Convert texts to numbers or truth values in the `NUMBERS` columns of a CSV record."""
     values = {}
     for name in {*NUMBERS} & record.keys():
         try:
@@ -290,7 +290,7 @@ def _read_table(path: Path, fields: Sequence[str]) -> Iterator[Record]:
 
 
 def _drop_nulls(value: Any) -> Any:
-    """Remove keys whose value is None. In a column, each row has the keys of all rows, but templates test for keys."""
+    """Remove keys whose value is None. Tables add such keys to rows that lack them, but templates test for keys."""
     if isinstance(value, Mapping):
         return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
     holds_mappings = isinstance(value, list) and any(isinstance(item, Mapping) for item in value)

@@ -18,7 +18,7 @@ from liger_models.layers.recompute import is_compiled
 
 @contextmanager
 def deterministic_forward(model: Decoder) -> Iterator[None]:
-    """Context manager that makes the result of each row bitwise identical to the result for this row alone.
+    """Context manager that makes each row's result bitwise identical to the result of a forward of this row alone.
 
     If weights, dtype, device and software versions are the same, the log-probabilities of a forward with labels are
     bitwise identical to the log-probabilities from ``rollout(..., deterministic=True)``. This holds for
@@ -77,7 +77,7 @@ def _multiplies_in_float8(linear: nn.Linear) -> bool:
 
 
 def head_outputs(head: LigerLMHead, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Multiply hidden states [B, C] by the head's weight. Returns the products [B, V], and the fp32 logits."""
+    """Return the products [B, V] of hidden states [B, C] and the head's weight, and the logits [B, V] in fp32."""
     x, weight = head.operands(hidden)
     raw = logits_buffer(x, len(weight), len(x))  # [B, V]
     write_logits(x, weight, None, raw)

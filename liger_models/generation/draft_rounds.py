@@ -54,8 +54,8 @@ class DraftBlock(Protocol):
         """Return the head's input [B, T, C] for predicting the token two positions after each token.
 
         Args:
-            hidden: [B, T, C], the input of the head from which the token after each token was chosen.
-            ahead: [B, T, C], the embedding of the token after each token.
+            hidden: [B, T, C], the inputs of the head. From the input at each token, the model chose the next token.
+            ahead: [B, T, C], for each token, the embedding of the next token.
             layout: layout of the batch, with a cache to which the block appends.
         """
 
@@ -146,7 +146,7 @@ class DraftRound:
         self._result: Round | None = None
 
     def resume(self, tokens: Tensor, counts: Tensor, seeds: Tensor, stops: Tensor) -> None:
-        """Prepare a series of rounds. Call `PagePool.resume` before.
+        """Prepare a series of rounds. Call `PagePool.resume` first.
 
         The drafts from the last round remain. If a slot now has another row, its drafts are unlikely to be accepted.
         New tokens still follow the model's distribution, because these drafts have not been verified before.
@@ -264,7 +264,7 @@ class DraftRound:
 
 @torch.no_grad()
 def with_layers_of(block: DraftBlock, cache: DecodeCache, prompt: Any) -> DecodeCache:
-    """Return a cache of the first token of ``prompt``, with the layers of ``cache`` and of the block."""
+    """Return a cache of the first token of ``prompt`` that has the layers of ``cache`` and the layers of the block."""
     model, joined = block.model, DecodeCache(1)
     embeds, layout = model.prepare(torch.tensor([prompt[:1]], device=model.device), cache=joined)
     block.predict(embeds, embeds, layout)

@@ -120,7 +120,7 @@ def read_routing(
 
 
 def select_routing(model: Decoder, experts: Tensor) -> Tensor:
-    """Return the entries of layers with routed experts, with −1 for tokens without K different experts in a layer.
+    """Return the experts of layers with routed experts, with −1 where a token lacks K different experts in a layer.
 
     Args:
         model: a model with H blocks, L layers with routed experts and K experts for each token.

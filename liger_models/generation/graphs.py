@@ -49,7 +49,7 @@ FIRST_TOKENS = 2048
 """Number of new tokens per row for which a step initially has room. When the room is used up, it is doubled."""
 
 EVERY_BATCH = 16
-"""Numbers of rows up to this limit are rounded up to a power of two, and larger numbers to a multiple of it."""
+"""Numbers of rows are rounded up: to a power of two up to this limit, and to a multiple of this limit above it."""
 
 _kept: WeakKeyDictionary[nn.Module, list["DecodeStep"]] = WeakKeyDictionary()
 

@@ -34,8 +34,8 @@ def next_logits(
 ) -> Iterator[Callable[[int], Tensor]]:
     """Context manager that yields a function for computing the logits of the next tokens.
 
-    The function takes the number of filled columns and returns the logits [B, V] of the next column. Call it first with
-    ``T``, then with ``T + 1``, and so on.
+    The function takes the number of filled columns and returns the logits [B, V] of the next column. Call the
+    function first with the prompts' length ``T``, then with ``T + 1``, and so on.
 
     Args:
         model: the model.
@@ -78,7 +78,8 @@ def next_logits(
         return logits
 
     def of_last(end: int, step: DecodeStep) -> Tensor:
-        """Compute the logits after ``end`` columns with a prefill for the prompts or a step for later columns."""
+        """Compute the logits after ``end`` columns, with a prefill for the prompts or with a step for a later
+        column."""
         step.reserve(end, T + new - 1)
         with step.derived.used():
             if end == T:

@@ -61,7 +61,7 @@ IDLE = {
     "num_beams": 1, "num_return_sequences": 1, "guidance_scale": 1, "encoder_repetition_penalty": 1, "penalty_alpha": 0,
     "min_length": 0, "encoder_no_repeat_ngram_size": 0,
 }  # fmt: skip
-"""Maps other keys to the values with which they have no effect. Null, false and empty values have no effect either."""
+"""Maps further keys to values that have no effect. Null, false and empty values have no effect either."""
 
 
 class Range(NamedTuple):
@@ -357,7 +357,7 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
 
 
 def _stop_tokens(stops: Any) -> list[int]:
-    """Return the stop tokens as a list. They are given as a token, a list of tokens or a tensor."""
+    """Return stop tokens as a list, given a single token, a list of tokens or a tensor."""
     stops = stops.tolist() if hasattr(stops, "tolist") else stops
     eos: list[Any] = [stops] if isinstance(stops, str | Real) else [*stops]
     if not all(isinstance(token, int) for token in eos):

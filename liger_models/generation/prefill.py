@@ -81,7 +81,7 @@ class PromptBatch:
 
     @property
     def bounds(self) -> Tensor:
-        """[2B + 1] int32, where each row's tokens and each row's padding begin and end in the flattened tokens."""
+        """[2B + 1] int32, the bounds of each row's tokens and of each row's padding in the flattened tokens."""
         B, length = self.ids.shape
         starts = torch.arange(0, B * length, length, device=self.ids.device)
         bounds = torch.stack([starts, starts + self.last + 1], 1).flatten()
@@ -123,7 +123,7 @@ class PromptGraph:
 
 
 def can_move_padding(model: Decoder) -> bool:
-    """Return whether prompts may be padded on the right, which changes rotary frequencies that depend on the length."""
+    """Return whether prompts may be padded on the right: not if rotary frequencies depend on the sequence length."""
     return not any(getattr(layer, "needs_lengths", False) for layer in layers_of(model))
 
 

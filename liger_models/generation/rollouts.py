@@ -103,9 +103,10 @@ def rollout(
         TypeError: an argument is not in `Options`.
         ValueError: a prompt is empty; an argument is out of range; a row does not fit into ``cache_bytes``; an option
             depends on earlier tokens of a row (``repetition_penalty`` and others); or the model is compiled, is
-            distributed in other ways, or has positions that depend on the length of the longest row. If an option or
-            the model is the reason, use `generate`. ``record_routing`` needs blocks with routed experts that can be
-            replayed. ``deterministic`` needs a model that `deterministic_forward` accepts.
+            distributed in ways other than `apply_fsdp` and `apply_tp`, or has positions that depend on the length of
+            the longest row. If an option or the model is the reason, use `generate`. ``record_routing`` needs blocks
+            with routed experts that can be replayed. ``deterministic`` needs a model that `deterministic_forward`
+            accepts.
     """
     sizes = {"batch_size": batch_size, "chunk_size": chunk_size, "steps_per_read": steps_per_read}
     for name, value in sizes.items():
@@ -293,7 +294,7 @@ def _num_new(row: Row) -> int:
 def _column(
     rows: Sequence[Row], completions: Sequence[Completion | None], column: int, padding: int
 ) -> tuple[list[int], list[bool], list[float]]:
-    """Return, for each row, token number ``column``, whether the row has stopped, and the token's log-probability."""
+    """Return three lists by row: the token at ``column``, whether the row has stopped, and the log-probability."""
     tokens, ended, log_probs = [], [], []
     for row, completion in zip(rows, completions, strict=True):
         has_token = column < _num_new(row)

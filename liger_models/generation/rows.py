@@ -127,7 +127,7 @@ class Rows:
 
 
 def copy_later(x: Tensor) -> Callable[[], Tensor]:
-    """Start to copy a tensor to the host. Returns a function that waits for the copy and returns it.
+    """Start to copy a tensor to the host. The returned function waits for the copy, and returns the copied tensor.
 
     Kernels that are launched afterwards do not delay the copy.
     """

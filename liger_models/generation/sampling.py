@@ -57,11 +57,11 @@ class Sampler:
         return self.choose(self.scores(ids, context, logits), ids.shape[1] - self.prompt_length)
 
     def scores(self, ids: Tensor, context: Tensor, logits: Tensor) -> Tensor:
-        """Apply all options to logits [B, V] fp32. The arguments are the same as in `__call__`."""
+        """Return the logits after applying all options, [B, V] fp32. The arguments are the same as in `__call__`."""
         return self.restrict(self.process(ids, context, logits))
 
     def process(self, ids: Tensor, context: Tensor, logits: Tensor) -> Tensor:
-        """Apply the options that also affect greedy decoding to logits [B, V]."""
+        """Apply to logits [B, V] the options that also affect greedy decoding."""
         settings, V = self.settings, logits.shape[1]
 
         # Penalize repeated tokens. Exclude tokens that would repeat a sequence, complete a bad word, or end a row too
@@ -99,14 +99,14 @@ class Sampler:
 
     @property
     def restricts(self) -> bool:
-        """Whether `restrict` changes the logits in other ways than casting them to fp32."""
+        """Whether `restrict` does more than cast the logits to fp32."""
         settings = self.settings
         if not settings.do_sample:
             return False
         return settings.temperature != 1 or any(getattr(settings, name) != UNFILTERED[name] for name in FILTERS)
 
     def restrict(self, logits: Tensor) -> Tensor:
-        """Apply the options that only affect sampling to logits [B, V], the result of `process`."""
+        """Apply to logits [B, V], the result of `process`, the options that affect only sampling."""
         settings = self.settings
         if not settings.do_sample:
             return logits
@@ -223,13 +223,14 @@ def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """Keep each row's ``k`` largest logits [B, V] fp32 and all logits equal to the ``k``-th. Set the others to −∞."""
+    """Keep the ``k`` largest of each row's logits ([B, V] fp32) and all logits equal to the ``k``-th. Set others to
+    −∞."""
     last = logits.topk(min(k, logits.shape[1])).values[:, -1:]
     return logits.masked_fill(logits < last, -torch.inf)
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Set the logits of the least likely tokens to −∞: as many as possible with a total probability up to ``1 − p``.
+    """Set the logits of the least likely tokens, whose probabilities add up to at most ``1 − p``, to −∞.
 
     The most likely token is always kept.
 
@@ -248,7 +249,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
 
 def keep_min_p(logits: Tensor, p: float) -> Tensor:
-    """Set logits [B, V] fp32 to −∞ for tokens whose probability is below ``p`` times the row's highest probability.
+    """Set logits ([B, V] fp32) to −∞ for tokens with a probability below ``p`` times the row's highest probability.
 
     Source: https://arxiv.org/abs/2407.01082.
     """

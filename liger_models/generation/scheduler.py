@@ -105,7 +105,7 @@ class Scheduler:
         self._start_steps()
 
     def run(self) -> list[Completion]:
-        """Run all rows and return their completions, in the order of the result."""
+        """Run all rows and return one completion per row, ordered by `Row.number`."""
         while self.advance():
             pass
         return [completion for completion in self.completions if completion is not None]

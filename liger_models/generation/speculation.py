@@ -75,7 +75,7 @@ class Columns:
         self.derived = DerivedTensors()
 
     def most(self, end: int, count: int) -> int:
-        """Return how many columns after ``end``, at most ``count``, can run in one forward with the columns before.
+        """Return how many columns after ``end`` (at most ``count``) can run in the same forward as earlier columns.
 
         The forward of the prompts runs no columns after the prompts. All columns of a forward use the rotary
         frequencies of its last column. Therefore, a forward must not cross a column at which the frequencies change

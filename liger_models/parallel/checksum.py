@@ -18,7 +18,7 @@ _sums: Any = WeakTensorKeyDictionary()
 
 @torch.no_grad()
 def weight_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Compute a digest of tensors. For each tensor, it covers the name and the sum of all elements' bits as integers.
+    """Return a digest of tensors. It covers each tensor's name, and the sum of its elements' bits, read as integers.
 
     If a tensor is sharded, all ranks must call this function.
 

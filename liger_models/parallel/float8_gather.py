@@ -74,7 +74,7 @@ class _Weight:
 
     @torch.no_grad()
     def after(self, gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor) -> None:
-        """Set the gathered codes in the layer. FSDP2 owns the memory of the codes: it frees and refills it."""
+        """Store the gathered codes in the layer. FSDP2 owns, frees and refills the memory of the codes."""
         # Later gathers write to the same memory, so one view of this memory serves all gathers.
         if self.linear.gathered is None:
             codes = gathered[0].view(float8_dtype(gathered[0].device))

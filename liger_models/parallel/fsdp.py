@@ -58,11 +58,11 @@ def apply_fsdp(
 
     The parameters of a group are gathered together. The groups are: the embedding; each block, including the blocks
     of a vision tower; and the head, which stays gathered until its backward. A tied embedding and head form one
-    group, which stays gathered from its first to its last use. Parameters that a layer computes with and trains in
-    fp32, such as the decays of Mamba-2, form a separate group, which is gathered and reduced in fp32. The final norm
-    and a tower's parameters outside its blocks form the group of the model itself. The experts of a layer that
-    `apply_ep` has distributed form a group, which is sharded over the ranks that hold the same experts. If only one
-    rank holds these experts, and they already have ``param_dtype``, they are not changed.
+    group, which stays gathered from its first to its last use. Parameters that are used and trained in fp32, such as
+    the decays of Mamba-2, form a separate group, which is gathered and reduced in fp32. The final norm and a tower's
+    parameters outside its blocks form the group of the model itself. If `apply_ep` has distributed a layer's experts,
+    the experts on a rank form a group, which is sharded over the ranks that hold the same experts. If only one rank
+    holds these experts, and they already have ``param_dtype``, they are not changed.
 
     Parameters keep their dtype (fp32 for master weights), and the computation uses ``param_dtype``. Weights that
     `quantize_base` has quantized or that `from_pretrained` has kept in float8 are sharded and gathered in their

@@ -1,4 +1,4 @@
-"""Computations on whole matrices of sharded parameters: one rank gathers a matrix and returns shards of the result.
+"""Computations on whole matrices of sharded parameters: one rank gathers a matrix, and sends shards of the result back.
 
 The result for each matrix is computed only once. The matrices are divided among all ranks that hold shards, including
 the ranks of all HSDP replicas. If ranks hold a whole matrix, for example of an expert, one of these ranks computes
@@ -282,8 +282,8 @@ def _candidates(
     columns = shape[-1]
     candidates = []
     for indices in rows:  # [matrices, n]
-        # Count the rows of each matrix that each rank has, and the rows that it has with all columns,
-        # [matrices, ranks].
+        # Count the rows of each matrix that each rank has, and the rows of which it has all columns, [matrices,
+        # ranks].
         shares = zip(held, parts, strict=True)
         some = torch.stack([torch.isin(indices, ids).sum(1) * min(part.shape[-1], 1) for ids, part in shares], 1)
         full = some * torch.tensor([part.shape[-1] == columns for part in parts])

@@ -55,7 +55,7 @@ def _checksums(checkpoint: Path, writer: int) -> Path:
 
 
 def add_checksums(checkpoint: Path, *names: str) -> None:
-    """Add the checksums of files that this rank has written to the rank's file of checksums."""
+    """Compute the checksums of files that this rank has written, and add them to the rank's file of checksums."""
     path = _checksums(checkpoint, rank())
     sums = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(sums | {name: _checksum(checkpoint / name) for name in names}))
