@@ -267,7 +267,8 @@ def _write(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor], sources:
     Args:
         target: all tensors by name.
         tensors: the changes; see `WeightDelta`.
-        sources: maps each tensor that has another name in the target to the name of its changed tensor.
+        sources: maps names of tensors in the target to their names in ``tensors``, if the two names differ (tied
+            heads).
     """
     for name, tensor in target.items():
         source = sources.get(name, name)

@@ -433,7 +433,7 @@ def check_quantization(quantization: Any) -> None:
 
 
 def quantization_of(hf_config: Mapping[str, Any]) -> Any:
-    """Return the ``quantization_config`` in a config.json, which may have other names there; None if there is none."""
+    """Return the ``quantization_config`` in a config.json, under any of its possible names; None if there is none."""
     text = hf_config.get("text_config")
     configs = hf_config, text if isinstance(text, Mapping) else {}
     keys = "quantization_config", "compression_config"

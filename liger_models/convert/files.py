@@ -281,7 +281,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file. Raises ValueError with the file's name if it is truncated or has another format."""
+    """Open a safetensors file. Raises ValueError with the file's name if the file is truncated or in another format."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file

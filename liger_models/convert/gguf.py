@@ -109,7 +109,7 @@ RELEASED = {
     "855059429035d75a914d1eda9f10a876752e281a054a7a3d421ef0533e5b6249": "smollm",
     "ccc2ef013c104be7bae2965776d611e1d7a8a2a9c547dd93a682c9a9fc80352e": "gpt-4o",
 }
-"""Maps the SHA-256 of the token ids of `PROBE`, written as a Python list, to llama.cpp's name for the pre-tokenizer."""
+"""Maps the SHA-256 of `PROBE`'s token ids, written as a Python list, to llama.cpp's name for the pre-tokenizer."""
 
 
 def save_gguf(model: Decoder, file: str | os.PathLike[str], quantization: str, *, name: str | None = None) -> None:

@@ -155,7 +155,7 @@ def _contents(
     mxfp4: str | os.PathLike[str] | None,
     parameters: Mapping[str, Tensor] | None,
 ) -> _Contents:
-    """Return the tensors of the checkpoint, in MXFP4 with given scales, quantized as they were read, or dense."""
+    """Return the checkpoint's tensors: encoded in MXFP4 with given scales, quantized as they were read, or dense."""
 
     def of_model(weights: WeightMap) -> WeightMap:
         return weights if model.has_head else weights.of_body()
@@ -358,7 +358,7 @@ def _warn_of_derived_class(model: Decoder) -> None:
 
 
 def read_mxfp4(model_class: type, config: Any, folder: Path) -> tuple[WeightMap, dict[str, Any], dict[str, Encoding]]:
-    """Return three values for an MXFP4 checkpoint: weight map, ``quantization_config`` to write, and encodings by name.
+    """Return an MXFP4 checkpoint's weight map, the ``quantization_config`` to write, and the encodings by tensor name.
 
     Raises:
         FileNotFoundError: the folder or a file in it is missing.

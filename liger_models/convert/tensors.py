@@ -329,7 +329,7 @@ class CheckpointTensors(NamedTuple):
         return [(name, frozen if is_stored else frozen.dense())]
 
     def unpack(self, gathered: Iterator[tuple[str, Any]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Convert the values that `gather` yields to the checkpoint's tensors, contiguous and in ``dtype``."""
+        """Convert the values that `gather` yields to contiguous checkpoint tensors in ``dtype``."""
         # No local variable may refer to a tensor after its reader has dropped it, so that its memory can be freed.
         for ours, whole in gathered:
             tensors = self._unpacked(self.weights.entries[ours], whole)

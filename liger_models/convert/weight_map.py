@@ -83,7 +83,7 @@ class Rearrange(Expression):
         pattern: the pattern from the checkpoint's layout to ours. It must be invertible, so it must not drop or repeat
             an axis.
         child: the expression to rearrange.
-        sizes: lengths of the axes that can't be inferred in both directions.
+        sizes: lengths of the axes whose lengths einops can't infer both when packing and when unpacking.
     """
 
     def __init__(self, pattern: str, child: Expression | str, **sizes: int) -> None:

@@ -145,16 +145,16 @@ class AnswerRows(PackedRows):
 class AnswerDataset(PackedDataset):
     """Batches of answers for preference training: this rank's share of the examples, epoch after epoch.
 
-    An example is either a pair (``prompt``, ``chosen`` and ``rejected``, or no ``prompt`` if both answers begin with
-    the prompt) or a labeled answer (``prompt``, ``completion``, ``label``). The values are texts or messages, as in
-    TRL's trainers. If the model's processor is passed, the messages of a prompt may have images, in the forms that
-    `PackedDataset` accepts. A batch holds the arguments of a forward. The rows of a batch are all chosen sequences,
-    followed by all rejected sequences. All rows are padded on the right. Only answers have labels, and each sequence
-    of a pair has the pixels of the prompt. A batch of labeled answers also has ``preference_labels`` [rows] bool.
-    Keys with the prefix ``kl_`` hold the same prompts with the same pixels, but each prompt has the answer to the
-    next prompt. From these rows, KTO estimates its KL divergence. Sequences are cut at ``length``, or before an image
-    that does not fit. Examples whose prompt leaves no room for an answer are left out, and a warning reports their
-    number.
+    An example is either a pair or a labeled answer. A pair has ``prompt``, ``chosen`` and ``rejected``, or no
+    ``prompt`` if both answers begin with the prompt. A labeled answer has ``prompt``, ``completion`` and ``label``.
+    The values are texts or messages, as in TRL's trainers. If the model's processor is passed, the messages of a
+    prompt may have images, in the forms that `PackedDataset` accepts. A batch holds the arguments of a forward. The
+    rows of a batch are all chosen sequences, followed by all rejected sequences. All rows are padded on the right.
+    Only answers have labels, and each sequence of a pair has the pixels of the prompt. A batch of labeled answers
+    also has ``preference_labels`` [rows] bool. Keys with the prefix ``kl_`` hold the same prompts with the same
+    pixels, but each prompt has the answer to the next prompt. From these rows, KTO estimates its KL divergence.
+    Sequences are cut at ``length``, or before an image that does not fit. Examples whose prompt leaves no room for an
+    answer are left out, and a warning reports their number.
 
     Order, distribution over ranks, position and cache work as in `PackedDataset`, with examples instead of rows. The
     last step of an epoch is filled up with the first examples of the epoch, unless ``complete`` is False.

@@ -177,7 +177,7 @@ class Encoder:
     # Methods that convert a record to texts
 
     def _read(self, where: str, record: Any) -> Sequence[Text | Document]:
-        """Return the texts of a record with the spans of its answers or, if it holds token ids, its documents."""
+        """Return a record's texts, with the spans of answers, or its documents if the record holds token ids."""
         if isinstance(record, str):
             return [Text(where, self._check_text(where, record), None, True)]
 
@@ -363,10 +363,10 @@ class Encoder:
     def _tokenize_long(self, text: str, spans: list[Span] | None) -> "array[int] | None":
         """Tokenize a long text with bounded memory. Returns None if the windows cannot be joined exactly.
 
-        A sequence of tokens is the BPE encoding of its text if each pair of neighboring tokens is the BPE encoding of
-        its own text, and pre-tokenizers read from left to right. Two windows may therefore be joined at a token in
-        their overlap where both windows have the same tokens as the overlap tokenized alone. Only the tokens at the
-        ends of the overlap may differ, because they depend on the text outside of the overlap.
+        Pre-tokenizers read from left to right, and a sequence of tokens is the BPE encoding of its text if each pair
+        of neighboring tokens is the BPE encoding of the pair's text. Two windows may therefore be joined at a token
+        in their overlap where both windows have the same tokens as the overlap tokenized alone. Only the tokens at
+        the ends of the overlap may differ, because they depend on the text outside of the overlap.
         """
         backend = self.tokenizer.backend
         if type(backend.model).__name__ != "BPE" or backend.model.dropout:

@@ -396,7 +396,7 @@ class MediaReader:
 
 
 def take(where: str, kinds: Sequence[str], columns: Columns) -> list[Any]:
-    """For each place for an image in an example, return the next image in the column of the same kind.
+    """Return one image for each place in an example: the next image in the column of the same kind.
 
     Args:
         where: where the example is, for errors.

@@ -41,7 +41,7 @@ class MixedRows(PackedRows):
 
     @property
     def sources(self) -> list[TokenFile]:
-        """The `TokenFile` objects of each data set, in the order of the parts."""
+        """The `TokenFile` objects of all data sets, in the order of the parts."""
         return [part.tokens for part in self.parts]
 
     def identity(self) -> Any:

@@ -51,8 +51,9 @@ def preference_batch(
 ) -> Batch:
     """Return preference pairs as one batch: all chosen sequences, followed by all rejected sequences.
 
-    The pairs may have any form that TRL's trainers take, before or after their collators. A row consists of a prompt
-    and its answer, without padding before the prompt or before the answer. Only the answer has labels.
+    The pairs may have any form that TRL's trainers take, or may already have passed through TRL's collators. A row
+    consists of a prompt and its answer, without padding before the prompt or before the answer. Only the answer has
+    labels.
 
     Args:
         pairs: a list of examples, or columns by name, in one of these forms:

@@ -36,7 +36,7 @@ FORMAT = 8
 TEMPORARY, PARTS, LOCK = ".tmp", ".parts", ".lock"
 """Suffixes of a folder that is being written, of a folder with parts, and of the file that is locked during writing."""
 PART = "part.json"
-"""File in a part's folder with the part's number of records, and the formats of the files they come from."""
+"""File in a part's folder. It holds the part's number of records, and the formats of the records' source files."""
 PART_SECONDS = 60.0
 """Duration in seconds after which a part is finished."""
 KEPT_SECONDS = 7 * 24 * 3600.0
@@ -65,7 +65,7 @@ class TokenFile:
         skipped: the number of examples that were left out because of broken images or videos, and the first error.
 
     Raises:
-        ValueError: a file is missing from the folder, or has another size than when it was written.
+        ValueError: a file is missing from the folder, or its size has changed since it was written.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -294,7 +294,7 @@ class DecodeStep:
         return type(cache), cache.rows, cache.capacity, dims, self.records_routing, self.returns_hidden
 
     def _is_ready(self) -> bool:
-        """Whether the step can be captured without an ordinary call before."""
+        """Whether the step can be captured without an earlier ordinary call."""
         state = self.model_state
         return self._called or (state is not None and self.cache.is_settled and state.is_ready(self._kind()))
 

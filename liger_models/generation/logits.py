@@ -55,7 +55,8 @@ def next_logits(
     dynamic = [module.max_position_embeddings for module in rotary if isinstance(module.scaling, DynamicScaling)]
 
     def run(first: int, end: int, every: int, forward: Callable[..., Tensor], **options: Any) -> Tensor:
-        """Return the logits [B, V] after column ``end`` − 1, computed for every ``every``-th row and repeated."""
+        """Return the logits [B, V] after column ``end − 1``. They are computed for every ``every``-th row and
+        repeated."""
         logits = forward(
             model, ids[::every, first:end], position_ids=positions[..., ::every, first:end],
             attention_mask=None if mask is None else mask[::every, :end], **options,
@@ -78,8 +79,7 @@ def next_logits(
         return logits
 
     def of_last(end: int, step: DecodeStep) -> Tensor:
-        """Compute the logits after ``end`` columns, with a prefill for the prompts or with a step for a later
-        column."""
+        """Compute the logits after ``end`` columns, with a prefill for the prompts or a step for a later column."""
         step.reserve(end, T + new - 1)
         with step.derived.used():
             if end == T:

@@ -83,9 +83,9 @@ class ModelState:
         self._steps[kind] = num_derived()
 
     def is_ready(self, kind: Hashable) -> bool:
-        """Return whether a step of this kind has run before and would not derive any tensors now.
+        """Return whether a step of this kind has run before and would compute no `DerivedTensors` now.
 
-        Such a step can be captured at once. If the step derived tensors during the capture, every replay would
+        Such a step can be captured at once. If derived tensors were computed during the capture, every replay would
         compute them again. The result is False if the model is distributed, because all ranks must run the same
         forwards.
         """

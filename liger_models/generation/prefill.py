@@ -28,7 +28,7 @@ MOST_GRAPHS = 8
 """Maximum number of prompt graphs that a step keeps."""
 
 SHORTEST = 16
-"""Prompts are padded to a multiple of this many tokens, or of more tokens for long prompts."""
+"""Short prompts are padded to a multiple of this many tokens, and long prompts to a multiple of more tokens."""
 
 
 class PromptBatch:

@@ -223,8 +223,7 @@ def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """Keep the ``k`` largest of each row's logits ([B, V] fp32) and all logits equal to the ``k``-th. Set others to
-    −∞."""
+    """Keep each row's ``k`` largest logits ([B, V] fp32) and all that equal the ``k``-th. Set all others to −∞."""
     last = logits.topk(min(k, logits.shape[1])).values[:, -1:]
     return logits.masked_fill(logits < last, -torch.inf)
 

@@ -190,8 +190,8 @@ def _parameters_that_stay(model: Decoder, param_dtype: torch.dtype | None, *, al
     """Return the parameters that FSDP2 must leave unchanged.
 
     These are frozen quantized experts that `apply_ep` or `apply_tp` has distributed. If no other rank holds the same
-    experts (``alone``), dense experts stay unchanged as well, because FSDP2 would only copy them, unless FSDP2 must
-    cast them.
+    experts (``alone``) and FSDP2 need not cast them, dense experts stay unchanged as well, because FSDP2 would only
+    copy them.
     """
     ignored = {
         parameter

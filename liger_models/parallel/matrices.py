@@ -174,7 +174,8 @@ class Exchange:
 
         Args:
             sent: for each rank, the tensors that this rank sends to it.
-            expected: a rank and a number of elements for each tensor that this rank receives, in the order of sending.
+            expected: for each tensor that this rank receives, in the order of sending, the sender's rank and the
+                number of elements.
             shards: tensors with the dtype and the device of the exchange.
 
         Returns:
@@ -338,8 +339,8 @@ def _index(rows: Tensor, device: torch.device) -> slice | Tensor:
 def _senders(pieces: dict[int, Piece], owner: int) -> list[int]:
     """Return the ranks that send their pieces. If several ranks have equal pieces (replicas), only one of them sends.
 
-    Among the ranks with equal pieces, the sender has the same position that the owner has among the ranks with the
-    owner's piece. All pieces then come from the owner's replica of the model.
+    Suppose that the owner is number ``i`` among the ranks with the owner's piece. For every other piece, number ``i``
+    among the ranks with this piece then sends it. All pieces thus come from the owner's replica of the model.
     """
     equal: dict[Any, list[int]] = defaultdict(list)
     for rank, piece in pieces.items():

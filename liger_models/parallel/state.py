@@ -483,7 +483,7 @@ def _data_of_all(checkpoint: Path, ranks: int, group: Any) -> Any:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether two states are equal. Tensors, and mappings and sequences of states, are compared by content."""
+    """Return whether two states are equal. Tensors, mappings and sequences are compared by content."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return torch.equal(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):

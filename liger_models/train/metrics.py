@@ -192,7 +192,7 @@ class _TensorBoard:
 
 
 class _WandB:
-    """Writes to a run of Weights & Biases. The variables ``WANDB_...`` set its mode, project and entity."""
+    """Writes to a run of Weights & Biases. Environment variables ``WANDB_...`` set its mode, project and entity."""
 
     def __init__(self, folder: Path, options: Mapping[str, Any] | None) -> None:
         wandb = reporter("wandb")

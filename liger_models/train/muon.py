@@ -20,7 +20,7 @@ SCALES = {
     "match_rms_adamw": lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
     "original": lambda rows, columns: max(1.0, rows / columns) ** 0.5,
 }
-"""Maps ``adjust_lr_fn`` to the formula for ``s``, which multiplies an orthogonal update besides the learning rate."""
+"""Maps ``adjust_lr_fn`` to the formula for ``s``. Orthogonal updates are multiplied by ``s`` and the learning rate."""
 
 
 class LigerMuon(LigerAdamW):
