@@ -195,7 +195,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def _signed(number: int) -> int:
-    """Return the int64 value whose 64 bits are the last 64 bits of a number."""
+    """Return the int64 value whose bits are the lowest 64 bits of a number."""
     return (number + 2**63) % 2**64 - 2**63
 
 

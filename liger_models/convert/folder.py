@@ -157,7 +157,7 @@ def _wait_for(lock: int, folder: Path) -> None:
 
 
 def _exchange(new: Path, folder: Path, ours: set[str]) -> bool:
-    """Exchange two folders in one step, keeping other files of the old folder. If this is impossible, return False."""
+    """Exchange two folders in one step, keeping other files. If this is impossible, change nothing and return False."""
     # Link the other files into the new folder.
     try:
         rename = ctypes.CDLL(None).renameat2

@@ -322,7 +322,7 @@ def _add_config(writer: "GGUFWriter", family: str, config: Any, hf: dict[str, An
 
 
 def _add_tokenizer(writer: "GGUFWriter", model: Any, rows: int, folder: Path) -> None:
-    """Add tokens, merges or scores, special tokens and the chat template."""
+    """Add the tokens, their merges or scores, the special tokens and the chat template to the metadata."""
     import gguf
 
     tokenizer = model.tokenizer

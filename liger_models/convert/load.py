@@ -383,7 +383,7 @@ def _fill_codes(
     Args:
         parameter: the codes.
         frozen: the tensors of the weight in addition to its codes.
-        expression: the expression of the parameter.
+        expression: the parameter's expression in the weight map.
         stored: the tensors of the checkpoint.
     """
     encodings: dict[str, Any] = {name: stored[name].encoding for name in expression.names()}

@@ -159,7 +159,7 @@ def read_part(
     """Read a shard of a parameter. If the expression moves whole rows, only the rows of the shard are read.
 
     Args:
-        expression: the expression of the parameter.
+        expression: the parameter's expression in the weight map.
         part: the shard to read.
         shapes: the shape of each tensor of the expression, by name.
         read: function that takes the name of a tensor, the first row and the last row + 1, and returns these rows in
@@ -231,7 +231,7 @@ def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[
     of the parameter.
 
     Args:
-        expression: the expression of the parameter.
+        expression: the parameter's expression in the weight map.
         part: the shard. Its last dimension is treated as unsharded.
         shapes: maps the name of each tensor of the expression to its shape.
 
@@ -293,7 +293,7 @@ def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
     same way as the parameter. Each matrix then contains the numbers of its rows.
 
     Args:
-        expression: the expression of the parameter.
+        expression: the parameter's expression in the weight map.
         shape: shape of the parameter, [N, K] or, for a stack of experts, [X, N, K].
 
     Returns:

@@ -377,7 +377,7 @@ class PackedDataset(IterableDataset[Batch]):
             len(self._rows)
 
     def _is_finished(self) -> bool:
-        """Return whether an iteration has taken the last batch of the epoch without asking for another batch."""
+        """Return whether an iteration was stopped right after it had yielded the last batch of the epoch."""
         return self._row > 0 and not self._loaded and self._rows is not None and self._row >= len(self._rows)
 
     def _rewind(self) -> None:

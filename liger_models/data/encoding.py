@@ -24,7 +24,8 @@ FIELDS = ("messages", "text", "input_ids")
 GROUP, GROUP_CHARACTERS = 1024, 1 << 22
 """Examples are tokenized in groups, on all cores. A group is full at this number of examples or characters."""
 WINDOW_CHARACTERS, OVERLAP_CHARACTERS = 1 << 18, 1 << 12
-"""Size and overlap, in characters, of windows of longer texts: the library needs over 100 bytes per character."""
+"""Size and overlap (characters) of windows of longer texts. The tokenizer library needs over 100 bytes per
+character."""
 MEDIA = ("image", "video", "audio")
 """Words that mark special tokens and types of message parts as media instead of text."""
 
@@ -200,7 +201,7 @@ class Encoder:
         return self._read_ids(where, field, value, example, columns)
 
     def _read_text(self, where: str, field: str, prompt: Any, answer: str, columns: Columns) -> Text:
-        """Return a text: the answer, after its prompt if there is one."""
+        """Return a record's text: its answer, preceded by its prompt if it has one."""
         if prompt is not None and not isinstance(prompt, str):
             raise ValueError(
                 f"{where}: prompt must be a text because {field} is a text, got messages. Convert one of the two."
@@ -420,7 +421,7 @@ class Encoder:
         return self.processor is None or not self.processor.places_bos
 
     def _check_text(self, where: str, text: str) -> str:
-        """Return the text of an example without images unchanged. Warns if the text seems to need an image.
+        """Return the unchanged text of an example without images. Warns if the text seems to need an image.
 
         Raises:
             ValueError: the text contains one of the model's image placeholders.
@@ -687,7 +688,8 @@ def _read_calls(where: str, number: int, calls: Any) -> list[Any]:
 
 
 def _with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call whose arguments are an object if they were missing or the JSON text of an object."""
+    """Return a tool call whose arguments are an object: {} if they were missing, and parsed if they were a JSON
+    text."""
     function = {key: value for key, value in function.items() if value is not None}
     arguments = function.get("arguments")
     if arguments is None and "name" in function and "parameters" not in function:

@@ -327,8 +327,7 @@ class Formats:
         """Return the name of a record's format.
 
         Raises:
-            ValueError: the record does not have an allowed format, or has another format than the first record of its
-                file.
+            ValueError: the record's format is not allowed, or differs from the format of the first record of its file.
         """
         if isinstance(record, str):
             return "text"

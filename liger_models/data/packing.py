@@ -122,7 +122,7 @@ def seeded_generator(*seeds: int) -> torch.Generator:
 
 
 def _index_dtype(count: int) -> torch.dtype:
-    """Return the smallest dtype for numbers up to ``count``, because a rank holds one number for each document."""
+    """Return the smallest dtype that holds numbers up to ``count``. A rank stores one such number for each document."""
     return torch.int32 if count < 2**31 else torch.int64
 
 
@@ -209,7 +209,7 @@ class PackedRows(Dataset[Batch]):
         self.epoch = epoch
 
     def _pack(self) -> tuple[Tensor, Tensor]:
-        """Return the pieces in the order of the rows, and where each row ends among them. The result is cached."""
+        """Return the indices of the pieces, row after row, and the position after each row's last piece. Cached."""
         if self._packed is None:
             count = len(self._sizes)
             generator = seeded_generator(self.seed, self.epoch)

@@ -55,8 +55,7 @@ def next_logits(
     dynamic = [module.max_position_embeddings for module in rotary if isinstance(module.scaling, DynamicScaling)]
 
     def run(first: int, end: int, every: int, forward: Callable[..., Tensor], **options: Any) -> Tensor:
-        """Return the logits [B, V] after column ``end − 1``. They are computed for every ``every``-th row and
-        repeated."""
+        """Compute every ``every``-th row's logits after column ``end − 1``, and repeat them. Returns [B, V]."""
         logits = forward(
             model, ids[::every, first:end], position_ids=positions[..., ::every, first:end],
             attention_mask=None if mask is None else mask[::every, :end], **options,

@@ -379,7 +379,7 @@ def _banned_tokens(words: Any, suppressed: Any, vocab: int) -> tuple[list[list[i
 
 
 def _source_of_noise(model: Decoder, options: Options) -> tuple[torch.Generator | None, int | list[int] | None]:
-    """Check that ``generator`` and ``seed`` are valid and not both given. Returns the two values."""
+    """Check that ``generator`` and ``seed`` are valid and not both given, and return the two options."""
     generator, seed = options.get("generator"), cast(Any, options.get("seed"))
     if generator is not None and generator.device.type != model.device.type:
         raise ValueError(

@@ -32,7 +32,7 @@ SHORTEST = 16
 
 
 class PromptBatch:
-    """Prompts that are padded to the same length, as the tensors that their forward reads.
+    """The tensors that a forward of prompts reads. All prompts are padded to the same length.
 
     Args:
         ids: [B, T] int64.

@@ -170,7 +170,7 @@ def save_state(
 
 
 def _writer(folder: Path) -> Any:
-    """Return a writer for torch.distributed.checkpoint that also writes files with checksums of its files."""
+    """Return a writer for torch.distributed.checkpoint that also stores the checksums of the files that it writes."""
     from torch.distributed.checkpoint.filesystem import _FileSystemWriter  # slow to import
 
     class Writer(_FileSystemWriter):
@@ -187,7 +187,8 @@ def _writer(folder: Path) -> Any:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Create the folder of a run, or remove unfinished and replaced checkpoints that a killed run has left behind."""
+    """Create the folder of a run if necessary. Remove unfinished and replaced checkpoints that a killed run has
+    left."""
     folder.mkdir(parents=True, exist_ok=True)
     # An old checkpoint counts as replaced only if the new checkpoint already has its name.
     replaced = [old for old in folder.glob("step-*.old") if old.with_suffix("").exists()]
@@ -461,7 +462,7 @@ def newest_checkpoint(folder: str | PathLike[str]) -> Path | None:
 
 
 def _data_of_all(checkpoint: Path, ranks: int, group: Any) -> Any:
-    """Return the state of ``data`` if the number of ranks differs from the ``ranks`` that saved the checkpoint.
+    """Return the state of ``data`` for a number of ranks that differs from the ``ranks`` that saved the checkpoint.
 
     The saved states of all ranks must be the same. To compare them, the current ranks divide the files among
     themselves.

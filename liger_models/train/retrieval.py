@@ -196,7 +196,8 @@ class EmbedObjective(RetrievalObjective):
         return {"loss": pair(total, number), **metrics}
 
     def finish_evaluation(self, device: torch.device) -> Metrics:
-        """Compute the metrics over all documents of the evaluation data: recall@k and nDCG, or the rank correlation."""
+        """Compute recall@k and nDCG over the evaluation's documents; for scored pairs, the rank correlation and
+        nDCG."""
         queries, documents, keys, targets, scores, groups = (list[Tensor]() for _ in range(6))
         for embeddings, batch in self.evaluated:
             size = len(batch["counted"])
