@@ -292,8 +292,8 @@ class PackedInt4(Encoding):
 class BitsAndBytes(Encoding):
     """Codes [O · C / 2, 1] uint8, with the first code in the upper half of a byte, and one scale for each 64 codes.
 
-    If the scales are quantized, too (``nested``), each scale is stored as a code. The scale is then the table entry for
-    this code, times a factor that a block of scales shares, plus an offset.
+    If the scales are quantized, too (``nested``), each scale is stored as a code. A scale is then computed from the
+    table entry for its code, multiplied by the factor of its block of scales, plus an offset.
 
     Attributes:
         state: the content of the tensor ``quant_state``.

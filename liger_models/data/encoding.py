@@ -24,8 +24,7 @@ FIELDS = ("messages", "text", "input_ids")
 GROUP, GROUP_CHARACTERS = 1024, 1 << 22
 """Examples are tokenized in groups, on all cores. A group is full at this number of examples or characters."""
 WINDOW_CHARACTERS, OVERLAP_CHARACTERS = 1 << 18, 1 << 12
-"""Size and overlap (characters) of windows of longer texts. The tokenizer library needs over 100 bytes per
-character."""
+"""Size and overlap (characters) of windows of longer texts: tokenizers need over 100 bytes of memory per character."""
 MEDIA = ("image", "video", "audio")
 """Words that mark special tokens and types of message parts as media instead of text."""
 
@@ -602,8 +601,9 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
         parts are joined.
 
     Raises:
-        ValueError: another message has no content; a message has no role; content is neither a text nor a list of
-            parts; a part is neither text nor of an allowed kind; or a weight is neither 0 nor 1.
+        ValueError: a message without tool calls or reasoning has no content; a message has no role; content is
+            neither a text nor a list of parts; a part is neither text nor of an allowed kind; or a weight is neither
+            0 nor 1.
     """
     checked = []
     for number, message in enumerate(messages, 1):
@@ -688,8 +688,7 @@ def _read_calls(where: str, number: int, calls: Any) -> list[Any]:
 
 
 def _with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call whose arguments are an object: {} if they were missing, and parsed if they were a JSON
-    text."""
+    """Return a tool call whose arguments are an object: {} if they were missing, parsed if they were a JSON text."""
     function = {key: value for key, value in function.items() if value is not None}
     arguments = function.get("arguments")
     if arguments is None and "name" in function and "parameters" not in function:

@@ -214,8 +214,7 @@ class Scheduler:
         return chunk
 
     def _fill(self, chunk: list[tuple[Row, int]]) -> None:
-        """Run a forward of the rows in ``chunk``, from each row's first uncached token up to the end given in
-        ``chunk``."""
+        """Run a forward of the rows in ``chunk``, from each row's first uncached token up to its end in ``chunk``."""
         ids = [row.tokens[row.cached : end] for row, end in chunk]
         options: dict[str, Any] = {}
         if len(chunk) > 1:  # packed documents
@@ -238,8 +237,7 @@ class Scheduler:
             row.cached = end
 
     def _fill_block(self, packed: Tensor, ahead: list[list[int]], **options: Any) -> CausalLMOutput:
-        """Run the model and the drafting block on tokens [1, T]. ``ahead`` holds, for each row, the token after each
-        token."""
+        """Run the model and the drafting block on tokens [1, T]. ``ahead`` holds, by row, each token's next token."""
         model, pool, draft = self.model, self.pool, self.draft
         assert draft is not None
         bounds, cached = options.pop("cu_seqlens", None), pool.length

@@ -187,8 +187,7 @@ def _writer(folder: Path) -> Any:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Create the folder of a run if necessary. Remove unfinished and replaced checkpoints that a killed run has
-    left."""
+    """Create a run's folder if necessary. Remove unfinished and replaced checkpoints that a killed run has left."""
     folder.mkdir(parents=True, exist_ok=True)
     # An old checkpoint counts as replaced only if the new checkpoint already has its name.
     replaced = [old for old in folder.glob("step-*.old") if old.with_suffix("").exists()]
