@@ -601,9 +601,9 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
         parts are joined.
 
     Raises:
-        ValueError: a message without tool calls or reasoning has no content; a message has no role; content is
-            neither a text nor a list of parts; a part is neither text nor of an allowed kind; or a weight is neither
-            0 nor 1.
+        ValueError: a message has no content, except an assistant's message with tool calls or reasoning; a message
+            has no role; content is neither a text nor a list of parts; a part is neither text nor of an allowed kind;
+            or a weight is neither 0 nor 1.
     """
     checked = []
     for number, message in enumerate(messages, 1):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 MAY_DIFFER = ("dropout", "initializer_range")
-"""Settings whose names have these endings may change when a run resumes: they do not change how weights are used."""
+"""Settings whose names have these endings may change when a run resumes. They do not affect what saved weights mean."""
 FROZEN, FORMER = "checksum of the weights under the adapters", "checksum of the frozen weights"
 """Key of the checksum in the description of a model, and the key that version 0.1.0 wrote instead."""
 _ANOTHER = "Resume with the model and the options that the run began with, or start another run in another folder."
