@@ -1,4 +1,4 @@
-"""Selection of a device by the user or by what the machine has, and empty tensors on other devices."""
+"""Choice of a device (by name, or the best that the machine has), and creation of empty tensors on a given device."""
 
 from typing import Any
 
@@ -37,7 +37,8 @@ def available_device(where: str, name: str | None = None) -> torch.device:
 def empty_on(device: Any, tensor: Tensor) -> Tensor:
     """Return an uninitialized tensor on ``device`` with the shape and dtype of ``tensor``.
 
-    Unlike ``torch.empty_like(tensor, device=device)``, this function does not import SymPy if one device is meta.
+    Unlike ``torch.empty_like(tensor, device=device)``, this function does not import SymPy if one of the two devices is
+    meta.
     """
     if type(tensor) in (nn.Parameter, Tensor) and tensor.is_contiguous():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)

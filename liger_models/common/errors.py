@@ -7,8 +7,8 @@ from torch import Tensor
 def check_values(condition: Tensor, message: str) -> None:
     """Check the values of tensors without waiting for the device.
 
-    Nothing is checked if the tensors have no values, in a graph that is being compiled or captured, or in a transform
-    of ``torch.func``.
+    Nothing is checked while a graph is compiled or captured, inside a ``torch.func`` transform, or if the tensors have
+    no values.
 
     Args:
         condition: [] bool. On the CPU, False raises ValueError with ``message``. On CUDA and ROCm, False triggers a
@@ -25,7 +25,7 @@ def check_values(condition: Tensor, message: str) -> None:
 
 
 def is_traced() -> bool:
-    """Return whether compilation or a transform of ``torch.func`` makes it impossible to read tensor values."""
+    """Return whether tensor values cannot be read because of compilation or a ``torch.func`` transform."""
     return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 

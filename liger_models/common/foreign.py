@@ -1,4 +1,4 @@
-"""Arguments of transformers that this package lacks or names differently, each with a translation or with advice."""
+"""Keyword arguments of transformers that this package lacks or names differently, and how each is translated."""
 
 import difflib
 import functools

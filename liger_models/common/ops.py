@@ -86,9 +86,9 @@ class Argument(NamedTuple):
     The field that holds the value is annotated with ``Annotated[T, Argument(...)]``.
 
     Attributes:
-        schema: the arguments that represent the value, with ``{0}`` for the name of the field. Only the first
-            argument may lack a default value. If the first argument with a default has this default value, the op
-            knows that the value was not converted. Such a value is passed as the argument without a default, or is
+        schema: the arguments that represent the value, with ``{0}`` for the name of the field. Only the first argument
+            may lack a default value. If the first argument with a default has this default value, the op knows that the
+            value was not converted. A value that was not converted is passed as the argument without a default, or is
             None if every argument has a default.
         to_op: function that maps the value, which is not None, to all of its arguments. It returns None if the value
             itself is the first argument.
@@ -194,7 +194,7 @@ class Arguments:
         self.unflatten: Callable[..., Any] = namespace["unflatten"]
 
     def flatten_all(self, value: Any) -> tuple[Any, ...]:
-        """Return the arguments that `flatten` returns, plus the arguments that `flatten` leaves out."""
+        """Return all arguments, including the trailing default values that `flatten` leaves out."""
         arguments = self.flatten(value)
         return arguments + self.defaults[len(arguments) :]
 
@@ -225,7 +225,7 @@ def _join(
 ) -> tuple[Any, ...]:
     """Join the arguments without default values and the groups of arguments with default values.
 
-    Groups after the last group that has a value are left out.
+    A group that is None gets its default values. Groups after the last group that is not None are left out.
     """
     joined: tuple[Any, ...] = ()
     for tail, defaults in zip(tails[::-1], groups[::-1], strict=True):
@@ -267,7 +267,8 @@ class Op(Generic[Inputs, Outputs]):
         self.run = getattr(getattr(torch.ops, LIBRARY.ns), name).default
         """The op with flat arguments and results."""
         self.apply: Callable[..., Any] | None = None
-        """The differentiable op without PyTorch's dispatcher. It is called with the inputs and their flat arguments."""
+        """The differentiable op without the dispatcher. It takes the inputs as a NamedTuple and again as flat
+        arguments."""
 
     def _flat(self, function: Callable[[Inputs], Outputs]) -> Callable[..., Any]:
         """Wrap a function so that it takes and returns flat arguments, as the dispatcher requires."""
@@ -346,9 +347,9 @@ class Op(Generic[Inputs, Outputs]):
 def _need_without_dispatcher(arguments: Sequence[Any]) -> bool | None:
     """Return whether a call needs gradients, or None if the call must pass through PyTorch's dispatcher.
 
-    On the host, the dispatcher takes as much time as the rest of a forward. It is not needed if nothing traces,
-    transforms or observes the call (no compiler, mode, tensor subclass or profiler), because it would then only call
-    the op's forward and autograd.
+    On the host, the dispatcher takes as much time as the rest of a forward. The dispatcher is not needed if nothing
+    traces, transforms or observes the call (no compiler, mode, tensor subclass or profiler), because it would then only
+    call autograd and the op's forward.
     """
     if (
         torch.compiler.is_compiling()
@@ -409,8 +410,8 @@ def define_op(
     The first parameters of ``backward`` are the gradients of the outputs. The names of its other parameters say what is
     passed: a parameter with the name of an input or an output gets the tensor or number that the forward saves, and
     ``need_<input>`` gets a bool that says whether this input needs a gradient. If the gradients of all outputs are
-    missing, the inputs get no gradients, and ``backward`` is not called. If only some are missing, zeros replace them,
-    except that parameters annotated as ``Tensor | None`` get None.
+    missing, the inputs get no gradients, and ``backward`` is not called. If only some of these gradients are missing,
+    zeros replace the missing ones, except that parameters annotated as ``Tensor | None`` get None.
 
     Args:
         name: name of the op, which is available as ``torch.ops.liger_models.<name>``.
@@ -421,14 +422,15 @@ def define_op(
             tensor.
         outputs: names of the outputs, separated by spaces. Needed if ``backward`` takes outputs, or if the result is
             annotated as a tuple of any length.
-        backward: function that returns the gradients of inputs; None if the op has no backward. It may be an op.
+        backward: function that returns the gradients of inputs; None if the op has no backward. The function may itself
+            be an op.
         gradients: names of the inputs whose gradients ``backward`` returns, in this order. For an input that needs no
             gradient, the gradient may be any tensor.
         constants: names of the outputs that have no gradients.
-        needs: maps each parameter of ``backward`` to names of inputs. The parameter gets a bool: whether at least one
-            of these inputs needs a gradient.
-        sizes: maps each parameter of ``backward`` to the name and a dimension of an input. The parameter gets the size
-            of this dimension, so the input need not be saved.
+        needs: maps parameters of ``backward`` to names of inputs. Each of these parameters gets a bool that says
+            whether at least one of its inputs needs a gradient.
+        sizes: maps parameters of ``backward`` to pairs of an input's name and one of its dimensions. Each of these
+            parameters gets the size of the dimension, so the input need not be saved.
     """
     hints = get_type_hints(forward, include_extras=True)
     arguments = []
@@ -561,7 +563,8 @@ def _autograd_functions(
 
 
 def _function(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
-    """Create an autograd function whose ``apply`` skips what `torch.autograd.Function` does only for torch.func."""
+    """Create an autograd function whose ``apply`` omits work that `torch.autograd.Function` does only for
+    torch.func."""
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(f"_{name}", (_SingleLevelFunction,), members)
 

@@ -8,7 +8,7 @@ import torch
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of the generators of Python, the CPU and ``device``. All states are on the host."""
+    """Return the random generator states of Python, the CPU and ``device``. All states are in host memory."""
     state = {"cpu": torch.get_rng_state(), "python": random.getstate()}
     if device.type != "cpu":
         state["accelerator"] = torch.get_device_module(device).get_rng_state(*_index(device))

@@ -2,7 +2,7 @@
 
 A layer with sharded weights begins with `copy_to_region` and ends with `reduce_from_region` (Megatron's f and g).
 Between these two calls, each rank computes a partial sum. Between layers, the tokens are replicated on all ranks or,
-with sequence parallelism, sharded. The collectives depend on this choice::
+with sequence parallelism, sharded. Which collectives run depends on whether the tokens are replicated or sharded::
 
                            copy_to_region                  reduce_from_region
     tokens                 forward       backward          forward          backward
@@ -122,7 +122,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Sum x [R, ...] over the ranks, and return part r, [...], on rank r. This function is not differentiable."""
+    """Sum x [R, ...] over the ranks. Rank r gets element r of the sum, [...]. This function is not differentiable."""
     return REDUCE_SCATTER(x, group.name)
 
 
@@ -145,7 +145,7 @@ def gather_rows(rows: Tensor, group: Group | None) -> Tensor:
 
 
 def sum_rows(rows: Tensor, group: Group | None) -> Tensor:
-    """Sum partial rows over the ranks. With sequence parallelism, return only this rank's rows of the sum.
+    """Sum the ranks' partial results for all rows. With sequence parallelism, return only this rank's rows of the sum.
 
     The function is meant for use inside ops, because it may overwrite ``rows``.
     """
@@ -194,10 +194,10 @@ def for_op(group: Group | None) -> tuple[str, int, bool]:
 
 
 def _same(x: Tensor) -> Tensor:
-    """Return the result for a function that returns x unchanged and changes only the gradient.
+    """Return x as the result of an autograd function that changes only the gradient.
 
-    In a compiled graph, the result is a copy. If the function returned a view, PyTorch would replace it by a view of x,
-    whose gradient would skip the function's backward.
+    In a compiled graph, the result is a copy. If the autograd function returned a view, PyTorch would replace this view
+    by another view of x, and the gradient would skip the function's backward.
     """
     return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
 
@@ -353,7 +353,7 @@ def gather_channels(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_vocab(x: Tensor, group: Group, V: int) -> Tensor:
-    """All-gather vocabulary shards, which are divided as by ``torch.chunk``, into [..., V].
+    """All-gather vocabulary shards, whose sizes are those that ``torch.chunk`` returns, into [..., V].
 
     All ranks must use the result in the same way. The backward therefore does not sum the gradients over the ranks.
     """

@@ -80,7 +80,7 @@ class ParallelGroups:
         return self.local_along_context(target), num_items
 
     def share_of_step(self, target: Tensor, num_items: Tensor | float) -> Tensor:
-        """Return the fraction of an optimizer step's targets that this batch has.
+        """Return this batch's number of targets as a fraction of the number of targets in the optimizer step.
 
         The number of targets in the batch is averaged over the ranks of ``balance``.
 

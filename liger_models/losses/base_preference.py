@@ -135,7 +135,7 @@ class PreferenceLoss(FusedLinearLoss):
         ref_bias: Tensor | None = None,
     ) -> Tensor | None:
         """Compute l_ref(y) [B] without gradients. Return None if the loss does not use a reference model."""
-        # The reference must be given in exactly one form, and only if the loss uses it.
+        # The reference model's values must be given in exactly one form, and only if the loss uses a reference model.
         references = [tensor is not None for tensor in (ref_input, ref_weight, ref_log_probs)]
         allowed = ([True, True, False], [False, False, True]) if self.use_ref_model else ([False] * 3,)
         if references not in allowed or (ref_bias is not None and ref_weight is None):

@@ -1,6 +1,7 @@
 """Losses for text embeddings: contrastive (InfoNCE) with in-batch and hard negatives, and CoSENT for scored pairs.
 
-For queries q_i and documents d_j, with s_ij = cos(q_i, d_j) / τ and the positive document p(i) of query i::
+Let q_i be the queries and d_j the documents, let s_ij = cos(q_i, d_j) / τ, and let p(i) be the index of the positive
+document of query i. The losses are::
 
     contrastive   mean_i [ −s_i,p(i) + log Σ_j exp(s_ij) ]
     symmetric     half of this, plus half of mean_i [ −s_i,p(i) + log Σ_k exp(s_k,p(i)) ]
@@ -51,7 +52,7 @@ class _EmbeddingLoss(nn.Module):
         self.temperature, self.dimensions = temperature, tuple(dimensions)
 
     def _sizes(self, embeddings: Tensor) -> Sequence[int]:
-        """Return the numbers of leading dimensions of embeddings [..., C]."""
+        """Return the numbers of leading dimensions for which the loss is computed, given embeddings [..., C]."""
         C = embeddings.shape[-1]
         if any(dimension > C for dimension in self.dimensions):
             raise ValueError(
@@ -62,7 +63,7 @@ class _EmbeddingLoss(nn.Module):
 
 
 def _leading(embeddings: Tensor, dimension: int) -> Tensor:
-    """Return the normalized leading dimensions of embeddings, in fp32 (in fp64 for fp64)."""
+    """Return the first ``dimension`` elements of each embedding, normalized, in fp32 (fp64 for fp64 embeddings)."""
     wide = torch.promote_types(embeddings.dtype, torch.float32)
     return F.normalize(embeddings[..., :dimension].to(wide), dim=-1)
 
@@ -88,14 +89,14 @@ class LigerContrastiveLoss(_EmbeddingLoss):
         all_queries: Tensor | None = None,
         query_target: Tensor | None = None,
     ) -> Tensor:
-        """Compute the loss, [].
+        """Compute the loss [].
 
         Args:
             queries: [N, C].
             documents: [M, C], the positive and negative documents of all queries.
             target: [N] int64, the index of each query's positive document. By default, document i is the positive
                 document of query i, so hard negatives must follow the positive documents.
-            all_queries: [K, C], the queries to which positive documents are compared if the loss is symmetric. By
+            all_queries: [K, C], the queries with which positive documents are compared if the loss is symmetric. By
                 default, these are ``queries``. With several ranks, pass the queries of all ranks.
             query_target: [N] int64, the index of each query in ``all_queries``. By default, query i has index i.
 
@@ -143,7 +144,7 @@ class LigerCoSENTLoss(_EmbeddingLoss):
     """CoSENT: of two examples, the one with the higher score must have the larger cosine similarity."""
 
     def forward(self, first: Tensor, second: Tensor, scores: Tensor) -> Tensor:
-        """Compute the loss, [].
+        """Compute the loss [].
 
         Args:
             first, second: [N, C], the embeddings of the two texts of each example.

@@ -1,4 +1,4 @@
-"""A distillation loss with the cosine similarity between the student's and the teacher's logits."""
+"""A distillation loss based on the cosine similarity between the student's and the teacher's logits."""
 
 from liger_models.losses.base_distillation import FusedDistillationLoss
 

@@ -139,8 +139,8 @@ class LigerFusedLinearDPOLoss(PairLoss):
             Loss [] fp32 and `PreferenceMetrics`.
 
         Raises:
-            ValueError: shapes do not match, or the reference is missing, given twice, or given although the loss does
-                not use it.
+            ValueError: shapes do not match, or the reference model's values are missing, given twice, or given although
+                the loss does not use them.
         """
         reference = self._reference(target, ref_log_probs, ref_input, ref_weight, ref_bias)
         return self._from_head(_input, lin_weight, target, bias, reference)

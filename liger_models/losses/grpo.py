@@ -29,7 +29,7 @@ CHOICES = {
     "importance_sampling_level": ("token", "sequence"),
     "kl_estimator": ("k1", "k2", "k3"),
 }
-"""Maps each option that takes a name to the allowed names."""
+"""Maps each option whose value is a name to the allowed names."""
 OPTIONS_OF_TYPES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "importance_sampling_level": ("token", CLIPPED),
     "delta": (None, CLIPPED),
@@ -42,7 +42,7 @@ OPTIONS_OF_TYPES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "vespo_k_neg": (3.0, ("vespo",)),
     "vespo_lambda_neg": (2.0, ("vespo",)),
 }
-"""Maps each option that only some loss types read to (its default value, these loss types)."""
+"""Options that only some loss types read: maps each of these options to its default value and these loss types."""
 IGNORED = -100
 LOG_MAX, LOG_MIN = 20.0, -18.420680743952367
 """Bounds of log W for vespo, so that W lies between 1e-8 and e^20."""
@@ -239,10 +239,11 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             the fraction of clipped tokens.
 
         Raises:
-            ValueError: shapes do not match, the reference is missing or given twice, or ``num_items_in_batch`` is given
-                although the loss type does not use it.
+            ValueError: shapes do not match, the reference model's values are missing or given twice, or
+                ``num_items_in_batch`` is given although the loss type does not use it.
         """
-        # At most one form of the reference is given: its log-probabilities, or its hidden states and head weight.
+        # At most one form of the reference model's values is given: its log-probabilities, or its hidden states and
+        # head weight.
         target = self._target(selected_token_ids, attention_mask, _input)
         references = (ref_per_token_logps is not None, ref_input is not None, ref_weight is not None)
         if references not in ((True, False, False), (False, True, True), (False, False, False)) or (
@@ -321,7 +322,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             tokens.
 
         Raises:
-            ValueError: shapes do not match, or the reference is missing.
+            ValueError: shapes do not match, or the reference model's log-probabilities are missing.
         """
         self._check_rows(log_probs, attention_mask, advantages, ref_per_token_logps, old_per_token_logps, vllm_is_ratio)
         mask = attention_mask.to(log_probs.dtype)
@@ -497,7 +498,7 @@ class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
             logits: [B, T, V] logits at the positions that predict the completions, or [B, T + 1, V] with one more
                 position at the end, which is ignored. The tensor is never written to.
             old_logp: [B, T] log-probabilities under the policy that sampled the completions; None if the current policy
-                did.
+                sampled them.
             ref_logp: [B, T] log-probabilities under the reference model; None if ``beta`` is 0.
             completion_ids: [B, T] int64. Ids where the mask is 0 are not read.
             advantages: [B], the advantage of each sequence.
@@ -510,8 +511,8 @@ class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
             tensors that `token_losses` returns.
 
         Raises:
-            ValueError: shapes do not match, the reference is missing, or ``num_items_in_batch`` is given although the
-                loss type does not use it.
+            ValueError: shapes do not match, the reference model's log-probabilities are missing, or
+                ``num_items_in_batch`` is given although the loss type does not use it.
         """
         if not reduce and num_items_in_batch is not None:
             raise ValueError(

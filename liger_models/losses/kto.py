@@ -13,8 +13,8 @@ from liger_models.losses.base_preference import PreferenceLoss, sigmoid
 class KTOMetrics(NamedTuple):
     """Metrics of the KTO loss: sums [] over the desirable ("chosen") and over the undesirable ("rejected") sequences.
 
-    The fields are in the same order as Liger-Kernel's metrics. The logits are summed over sequences, tokens and
-    vocabulary, before the softcap. `from_log_probs` sets the sums of the logits to None.
+    The fields are in the same order as Liger-Kernel's metrics. The sums of the logits are taken over sequences, tokens
+    and vocabulary, before the softcap. `from_log_probs` sets the sums of the logits to None.
     """
 
     chosen_logps_sum: Tensor
@@ -35,7 +35,8 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
 
     The loss of a sequence y is ``λ_d·(1 − σ(β·(r(y) − z)))`` if y is desirable, and ``λ_u·(1 − σ(β·(z − r(y))))`` if y
     is undesirable. The loss is averaged over all sequences. r(y) is the log-probability of y. If there is a reference
-    model, the log-probability of y under the reference model is subtracted.
+    model, the log-probability of y under the reference model is subtracted. z is an estimate of the KL divergence from
+    the reference model, which is passed to `forward` as ``kl``.
 
     Args:
         desirable_weight, undesirable_weight: λ_d and λ_u.
@@ -98,8 +99,8 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
             Loss [] fp32 and `KTOMetrics`.
 
         Raises:
-            ValueError: shapes do not match, the reference is missing, given twice, or given although the loss does not
-                use it, or a label is neither 0 nor 1. Labels are checked only on the CPU.
+            ValueError: shapes do not match, the reference model's values are missing, given twice, or given although
+                the loss does not use them, or a label is neither 0 nor 1. Labels are checked only on the CPU.
         """
         self._check_rows(_input, target, paired=False)
         labels = self._labels(preference_labels, target)

@@ -82,7 +82,7 @@ class LigerFusedLinearORPOLoss(PairLoss):
         )  # fmt: skip
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Compute the losses [pairs] from mean log-probabilities of chosen and of rejected sequences, both [pairs]."""
+        """Compute the losses [pairs] from the mean log-probabilities of chosen and rejected sequences, [pairs] each."""
         return -self.beta * self._odds(chosen, rejected)[1]
 
     def _odds(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,8 +111,8 @@ class LigerFusedLinearORPOLoss(PairLoss):
 
         Args:
             nll_target: [2·pairs, T] targets for the NLL if they differ from ``target``, for example because the NLL
-                includes the prompt. Only the half of the chosen sequences is read. The head then runs a second time
-                on the chosen sequences.
+                includes the prompt. Only the first half is read, which belongs to the chosen sequences. With
+                ``nll_target``, the head runs a second time on the chosen sequences.
             Others: as in `LigerFusedLinearDPOLoss.forward`.
         """
         if nll_target is None:

@@ -52,7 +52,8 @@ class TrainingMemory(NamedTuple):
         recomputed: for each policy, the bytes by which a block's recomputed activations exceed the logits of one
             chunk. When a block recomputes its activations, the memory of the logits is free, so the activations can
             use this memory.
-        logits: the logits of one chunk and, if the head has a bias, the copy of its weight that holds the bias.
+        logits: the logits of one chunk and, if the head has a bias, a copy of the head's weight that also holds the
+            bias.
         blocks: for each policy, what each block saves.
         moments: for each block, the bytes of the optimizer's moments that may be kept in host memory.
         staging: the buffer through which the device reads and writes moments in host memory.
@@ -95,7 +96,7 @@ class TrainingMemory(NamedTuple):
         host_moments: Collection[int] = (),
         in_backward: bool = False,
     ) -> dict[str, int]:
-        """Return the parts that add up to the peak.
+        """Return the parts of the memory at the peak, which add up to the peak.
 
         During the backward, gradients take more and more memory, and activations take less and less. If no block saves
         less than the blocks before it, the peak is therefore reached at one of four times: when the head computes the
@@ -272,7 +273,7 @@ def _adapter_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 class _Allocations(TorchDispatchMode):
-    """A context manager that records the storages allocated within it, and lists those that are still alive."""
+    """A context manager that records the storages allocated inside it, and lists the storages that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -323,7 +324,7 @@ def _saved_by_block(model: Decoder, policy: str, tokens: int, dtype: torch.dtype
 
 
 def _description(block: nn.Module) -> str:
-    """Return a text that is equal for blocks that differ only in their index and their parameters' values."""
+    """Return a text that is the same for all blocks that differ only in their index and in the values of parameters."""
     skipped = {"_parameters", "_buffers", "_modules", "layer"}
     tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
     parts = [

@@ -230,18 +230,20 @@ class Search:
         return float(self.times.step(seconds, moved, 0, False))
 
     def _freed_bytes(self, offload: int) -> Tensor:
-        """Compute the bytes of moments in host memory, [H], for each possible number of blocks with moments there."""
+        """Compute the bytes of moments in host memory [H], for each number of blocks whose moments may be in host
+        memory."""
         offloaded, moments = offloaded_blocks(self.blocks, offload), self.memory.moments
         choices = (host_blocks(self.blocks, count, offloaded) for count in self._host_counts)
         return torch.tensor([sum(moments[index] for index in blocks) for blocks in choices])
 
     def _count_types(self, offloaded: Collection[int], is_away: bool) -> tuple[tuple[int, int], ...]:
-        """Return pairs (type, number of its offloaded blocks); if ``is_away`` is False, count the other blocks."""
+        """Return pairs (type, number of blocks). If ``is_away``, offloaded blocks are counted, otherwise the other
+        blocks."""
         counts = Counter(block_type for index, block_type in enumerate(self.type_of) if (index in offloaded) == is_away)
         return tuple(sorted(counts.items()))
 
     def _best_sums(self, counts: tuple[tuple[int, int], ...], ceiling: int, largest: int | None) -> Tensor:
-        """Compute the sums [N, columns] over some blocks for all choices of their policies, from fastest to slowest.
+        """For all choices of policies for some blocks, compute the sums [N, columns] over these blocks, fastest first.
 
         Sums that are worse than another sum are dropped.
 

@@ -149,7 +149,7 @@ def measure_times(
 ) -> StepTimes:
     """Measure the times of one block of each type under each policy.
 
-    If a type of block cannot be measured, because the block does not fit into ``room``, ``times`` is returned.
+    If a type of block cannot be measured because it does not fit into ``room``, ``times`` is returned unchanged.
 
     Args:
         model: the model, which must not be sharded.

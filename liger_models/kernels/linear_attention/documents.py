@@ -8,10 +8,11 @@ from liger_models.kernels.dispatch import tl, triton
 
 @triton.jit
 def locate(cu_ptr, slot, documents, DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the document of a block, the document's start and end, and the block's start and end.
+    """Return the document of the block in ``slot``, the document's start and end, and the block's start and end.
 
-    If document n begins at token ``start``, its blocks have the slots from start // BLOCK + n on. There are then enough
-    slots for a document of any length. If a slot has no tokens, the start and the end of its block are equal.
+    Slots number the blocks of all documents. If document n begins at token ``start``, the slots of its blocks begin at
+    start // BLOCK + n. There are then enough slots for a document of any length. If a slot has no tokens, the start and
+    the end of its block are equal.
     """
     lanes = tl.arange(0, DOCUMENTS)
     starts = tl.load(cu_ptr + lanes, mask=lanes < documents, other=0)
@@ -32,14 +33,14 @@ def bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def count_documents(x: Tensor, cu_seqlens: Tensor | None) -> int:
-    """Return the number of documents in x [B, T, ...], whose bounds `bounds` returns."""
+    """Return the number of documents in x [B, T, ...]. Without ``cu_seqlens``, each row is a document."""
     return x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
 def slots(tokens: int, documents: int, block: int) -> int:
-    """Return an upper bound of the number of blocks.
+    """Return the number of slots, which is an upper bound on the number of blocks.
 
-    The host cannot compute the number, because lengths are on the device.
+    The host cannot compute the number of blocks, because the documents' lengths are on the device.
     """
     return tokens // block + documents
 

@@ -17,7 +17,7 @@ def _scan_back(
     HAS_OUT: tl.constexpr, HAS_FINAL: tl.constexpr, STORE_INITIAL: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dX, and the gradients of the state after each chunk and of the initial state.
+    """Compute dX, the gradient of the state after each chunk, and the gradient of the initial state.
 
     This function goes from the last chunk to the first. The structure is the same as in `scan`.
     """
@@ -137,7 +137,7 @@ def _tile(tensor, i, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _decays(total):
-    """Compute exp(total_i − total_j) for i ≥ j. Other elements are at most 1."""
+    """Compute exp(total_i − total_j) for i ≥ j. Elements with i < j are not masked, and are at most 1."""
     return exp(tl.minimum(total[:, None] - total[None, :], 0.0))
 
 
@@ -149,12 +149,12 @@ def pair_kernel(
     C: tl.constexpr, DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr,
     DOCUMENTS: tl.constexpr, HAS_OUT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dV, and the backward's two matrices [C, C] between the tokens of one chunk and key head.
+    """For one chunk and key head, compute dV and two matrices [C, C] with an element for each pair of tokens.
 
     The matrices are E ∘ dO Dᵀ and −β · E ∘ dX Dᵀ, summed over the value heads. Each element is scaled by the inverse
     norms of two tokens: the token of its row and the token of its column. The kernel also computes what these matrices
-    add to dβ and to the gradients of the running sums of g. Tiles are loaded through descriptors, which ignore the end
-    of a document, so products are masked beyond this end.
+    add to dβ and to the gradients of the running sums of g. Tiles are loaded through descriptors, which may load tokens
+    beyond the end of the document, so products are masked beyond this end.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
@@ -272,7 +272,7 @@ def query_gradients_kernel(
     DV: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of one chunk and key head, and add the states' contribution to the gradients of the running sums of g.
+    """For one chunk and key head, compute dq, and add the states' part to the gradients of the running sums of g.
 
     Rows of q and k that are multiplied elementwise by rows of a product are loaded through descriptors. If they were
     loaded through pointers, Triton would convert the layout of the whole product before the sum.

@@ -1,7 +1,6 @@
 """Forward kernels of the gated delta rule: P and A of each chunk, the scan over the chunks, and the recurrence.
 
-The formulas are in the docstring of `gated_delta_rule.py`. The backward runs the scan again, and the scan then stores
-the states.
+The formulas are in the docstring of `gated_delta_rule.py`. The backward runs the scan again to store the states.
 """
 
 from liger_models.kernels.dispatch import tl, triton
@@ -9,8 +8,8 @@ from liger_models.kernels.linear_attention.documents import locate
 from liger_models.kernels.tiles import exp
 
 LEAST_DECAY = tl.constexpr(-87.0)
-"""Logarithms of decays below this bound are raised to it. It is the logarithm of 1e-38. The logarithm of the decay
-between two tokens is computed as a difference of two sums of up to 64 logarithms, and large sums would lose
+"""Lower bound to which smaller logarithms of decays are raised. It is the logarithm of 1e-38. The logarithm of the
+decay between two tokens is computed as a difference of two sums of up to 64 logarithms, and large sums would lose
 accuracy."""
 
 
@@ -42,7 +41,7 @@ def similarity_kernel(
     BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr, NEED_P: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute P, the running sums of g, the inverse norms, and the coefficients of rows of one chunk and key head.
+    """For one chunk and key head, compute P, the running sums of g, inverse norms, and the coefficients of each row.
 
     Each row has four coefficients: (1) β, (2) the coefficient of K S in X, (3) the coefficient of D in the next state,
     and (4) the coefficient of Q S in O. The last three include the inverse norm of k or q.
@@ -110,7 +109,7 @@ def _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, ROW: tl.constexpr):
 
 @triton.jit
 def _scale_block(products, left, right, keep):
-    """Compute a block of M from the products k_i·k_j and the coefficients of its rows and columns."""
+    """Compute a block of M from the products k_i·k_j and the coefficients of the block's rows and columns."""
     return products * decays(left[0], right[0], keep) * left[1][:, None] * right[2][None, :]
 
 

@@ -18,8 +18,8 @@ backward goes through the chunks in the opposite order. dS is the gradient of th
     dD = Pᵀ dO + e^{G − G_i} · K̂ dS,   dX = Aᵀ dD,   dV = β · dX
     dS ← e^G · dS + (scale · e^{G_i} · Q̂)ᵀ dO − (β · e^{G_i} · K̂)ᵀ dX
 
-The same launch recomputes S and D, which do not depend on these gradients. The other gradients of a chunk come from its
-reads of the state, by queries and keys, and from its writes to the state, by keys. ∘ is the elementwise product::
+The same launch recomputes S and D, which do not depend on these gradients. The other gradients of a chunk have two
+sources: queries and keys read the state, and keys write to the state. ∘ is the elementwise product::
 
     dQ̂ = scale · (e^{G_i} · dO Sᵀ + (E ∘ dO Dᵀ) K̂)
     R = e^{G_i} · dX Sᵀ + (E ∘ dX Dᵀ) K̂    (i > j),   dβ_i = dX_i·V_i − k̂_i·R_i
@@ -129,9 +129,9 @@ def gated_delta_rule_reference(
 
 
 class DeltaRule:
-    """One call of a delta rule: its sizes and constants, and its inputs as rows [B · T, ...].
+    """The sizes, constants and inputs of one call of a delta rule. The inputs are stored as rows [B · T, ...].
 
-    A derived class launches the kernels of a rule in `prepare`, `scan` and `differentiate`.
+    Each rule has a derived class, which launches the kernels of the rule in `prepare`, `scan` and `differentiate`.
     """
 
     def __init__(
@@ -172,18 +172,18 @@ class DeltaRule:
     def prepare(self, need_p: bool, inverse: Tensor | None = None) -> tuple[Tensor, ...]:
         """Compute A, P, the running sums of g, and further tensors that `scan` and `differentiate` need.
 
-        The first dimension of every result stands for the heads. ``inverse`` is A if A is already known, and otherwise
-        None.
+        The first dimension of every result stands for the heads. ``inverse`` is A, or None if A is not known yet.
         """
         raise NotImplementedError
 
     def scan(self, initial: Tensor, out: Tensor, final: Tensor, **flags: bool) -> Tensor:
-        """Write the output and the final states, and return A.
+        """Compute the output and the final states in place, and return A.
 
         Args:
             initial: the initial states, or any tensor if ``HAS_INITIAL`` is not set.
-            out, final: the results. ``out`` is empty if it is not needed.
-            flags: ``HAS_INITIAL`` and ``STORE_OUT``.
+            out, final: tensors to which the output and the final states are written. ``out`` is empty if it is not
+                needed.
+            flags: ``HAS_INITIAL`` (whether there are initial states) and ``STORE_OUT`` (whether the output is needed).
         """
         raise NotImplementedError
 
@@ -191,20 +191,21 @@ class DeltaRule:
         self, d_out: Tensor, d_final: Tensor | None, initial: Tensor | None, inverse: Tensor,
         grads: tuple[Tensor, ...], **flags: bool,
     ) -> None:  # fmt: skip
-        """Write the gradients of q, k, v, g, beta and the initial states.
+        """Compute the gradients of q, k, v, g, beta and the initial states, and write them to ``grads``.
 
         Args:
             d_out: rows of the output's gradient, or any tensor if ``HAS_OUT`` is not set.
             d_final: gradient of the final states, or None.
             initial: the initial states, or None.
             inverse: A.
-            grads: the gradients.
-            flags: ``HAS_INITIAL``, ``HAS_OUT`` and ``HAS_FINAL``.
+            grads: tensors to which the gradients are written.
+            flags: ``HAS_INITIAL``, ``HAS_OUT`` and ``HAS_FINAL``, which say whether there are initial states, a
+                gradient of the output, and a gradient of the final states.
         """
         raise NotImplementedError
 
     def states_and_values(self) -> tuple[Tensor, ...]:
-        """Allocate what the gradients within chunks need: S before each chunk, dS after each chunk, D and dX."""
+        """Allocate S before each chunk, dS after each chunk, D and dX, which the gradients within chunks need."""
         states, d_states = (self.k.new_empty(self.slots * self.Hv, self.Dk, self.Dv) for _ in range(2))
         d, dx = (self.k.new_empty(self.Hv, self.tokens, self.Dv) for _ in range(2))
         return states, d_states, d, dx
@@ -342,7 +343,7 @@ def delta_outputs(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, need_out: boo
 
 
 def inverse_like(k: Tensor, v: Tensor) -> Tensor:
-    """Allocate A."""
+    """Allocate A, the inverses of all chunks."""
     return k.new_empty(v.shape[2], k.shape[0] * k.shape[1], CHUNK)
 
 
@@ -459,7 +460,7 @@ def check_delta_rule(
 
 
 def is_fused(k: Tensor, v: Tensor) -> bool:
-    """Return whether Triton kernels compute the rule.
+    """Return whether Triton kernels, instead of plain PyTorch, compute the rule.
 
     The kernels require an accelerator, half precision, head dimensions that are multiples of 16 bytes, and keys with at
     most 128 columns. In float32, the backward kernels gave wrong results on a GPU, so float32 runs in plain PyTorch.
@@ -516,7 +517,7 @@ def run_delta_rule(
     op: Callable[..., tuple[Tensor, ...]], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float | None, normalize: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the output and the final states with ``op``, token by token, or in plain PyTorch."""
+    """Compute the output and the final states: with ``op``, with the kernel for few tokens, or in plain PyTorch."""
     T, Dk = k.shape[1], k.shape[3]
     scale = Dk**-0.5 if scale is None else float(scale)
     inputs = q, k, v, g, beta, initial_state
@@ -533,7 +534,7 @@ def run_delta_rule(
 def gated_delta_transition(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, normalize: bool = True, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the effect of tokens on any state: ``state after = A @ state before + b``.
+    """Compute A and b, which describe the effect of tokens on any state: ``state after = A @ state before + b``.
 
     Ranks that hold consecutive parts of a sequence exchange A and b, whose sizes do not depend on the number of tokens.
     `states_before` then computes the initial state of each rank.

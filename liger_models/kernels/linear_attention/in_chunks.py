@@ -1,4 +1,4 @@
-"""Linear attention in plain PyTorch: the computation that the references of the delta rule and of the scan share."""
+"""Linear attention in plain PyTorch, for the reference implementations of the delta rules and the state-space scan."""
 
 import torch
 from torch import Tensor
@@ -57,8 +57,7 @@ def in_chunks(
         Q, K, V, decay = (x[:, :, start : start + CHUNK] for x in (q, k, v, g))
         tokens_document = document[start : start + CHUNK]
 
-        # Find which tokens of the chunk see each other, [C, C], and which tokens read the previous chunk's state,
-        # [C, 1].
+        # Find which tokens of the chunk see each other [C, C], and which tokens read the previous chunk's state [C, 1].
         causal = torch.ones(len(tokens_document), len(tokens_document), dtype=torch.bool, device=v.device).tril()
         causal = causal & (tokens_document[:, None] == tokens_document)
         # Documents that began before this chunk continue from `state`. Others start from their initial state.

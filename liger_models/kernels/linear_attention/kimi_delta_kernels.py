@@ -1,4 +1,4 @@
-"""Kernels of the Kimi delta rule: operands and pairs of tokens of each chunk, the scans, and the other gradients.
+"""Kernels of the Kimi delta rule, for the operands and token pairs of each chunk, the scans, and the other gradients.
 
 The formulas are in the docstring of `kimi_delta_rule.py`. Kernels that go through a chunk's levels read running sums
 from memory, because a row also needs the running sum of its reference token, which is in another row.
@@ -246,7 +246,7 @@ def _scan_back(
     DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_OUT: tl.constexpr,
     HAS_FINAL: tl.constexpr, STORE_INITIAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dX, and the gradients of the state after each chunk and of the initial state.
+    """Compute dX, the gradient of the state after each chunk, and the gradient of the initial state.
 
     This function goes from the last chunk to the first. The structure is the same as in `_scan`.
     """
@@ -365,8 +365,8 @@ def _store_gradient(
 ):  # fmt: skip
     """Store the gradient of x [C, DK], which is q or k.
 
-    ``norm`` is the inverse L2 norm of x. ``raw_ptr`` points to a matrix, ``norm`` multiplied by the gradient of x ·
-    norm. ``along`` is the dot product of each row of this matrix with the same row of x · norm.
+    ``norm`` is the inverse L2 norm of x. ``raw_ptr`` points to a matrix: the gradient of x · norm, multiplied by
+    ``norm``. ``along`` is the dot product of each row of this matrix with the same row of x · norm.
     """
     tl.debug_barrier()  # wait, because other threads have stored what is read below
     index = tl.arange(0, C)
@@ -387,7 +387,7 @@ def kimi_query_gradients_kernel(
     BLOCK: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, LEVELS: tl.constexpr, DOCUMENTS: tl.constexpr,
     NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """For one chunk and head, compute dq, dP scaled by norms, and the queries' part of the gradients of running sums.
+    """For one chunk and head, compute dq, dP scaled by norms, and the queries' part of the running sums' gradients.
 
     Like the kernel for the keys, this kernel computes BLOCK channels at a time, because registers would spill with more
     channels.

@@ -31,9 +31,9 @@ The same launch recomputes S and D. The other gradients of a chunk are, with dP 
     dG_i = q̂_i ∘ dq̂_i − k̂_i ∘ (β_i R_i + W_i),   dG ← dG + e^G ∘ rowsum(S ∘ dS) + Σ_j k̂_j ∘ e^{G − G_j} ∘ (D dSᵀ)_j
 
 The sums over pairs are computed level by level, like P. A pair of tokens contributes two terms to dG. Both terms are
-computed from the same rounded numbers, because they must cancel in the gradients of each g before the pair. The
-operands of products are in the dtype of q, k and v, and the products are summed in fp32. The state and the decay are in
-fp32. The inputs and A are saved, where A has the dtype of the inputs. The backward recomputes everything else.
+computed from the same rounded numbers, because the terms must cancel in the gradient of every g that precedes the pair.
+The operands of products are in the dtype of q, k and v, and the products are summed in fp32. The state and the decay
+are in fp32. The inputs and A are saved, where A has the dtype of the inputs. The backward recomputes everything else.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 
@@ -75,7 +75,7 @@ GRADIENT_COLUMNS = 64
 
 
 kimi_delta_rule_reference = gated_delta_rule_reference
-"""The reference of `gated_delta_rule` also accepts one decay per channel."""
+"""The reference implementation of `gated_delta_rule` also accepts one decay per channel."""
 
 
 class KimiDeltaRule(DeltaRule):
@@ -180,8 +180,9 @@ def kimi_delta_rule(
     """Compute the Kimi delta rule for whole sequences, for packed documents, or for the next tokens of a sequence.
 
     Args:
-        q, k: [B, T, H, Dk], float32, float16 or bfloat16. The kernels have the limits of `gated_delta_rule`; beyond
-            these limits, and in float32 on a GPU, the rule runs in plain PyTorch.
+        q, k: [B, T, H, Dk], float32, float16 or bfloat16. The kernels have the same limits as the kernels of
+            `gated_delta_rule` (see `is_fused`). Beyond these limits, and in float32 on a GPU, the rule runs in plain
+            PyTorch.
         v: [B, T, H, Dv], in the dtype of q.
         g: [B, T, H, Dk] float32, the logarithm of the decay of each channel of the keys, at most 0.
         beta: [B, T, H], the fraction by which a token's value replaces the value that the state holds for the token's
@@ -211,7 +212,7 @@ def kimi_delta_rule(
 def kimi_delta_transition(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, normalize: bool = True, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the effect of tokens on any state: ``state after = A @ state before + b``.
+    """Compute A and b, which describe the effect of tokens on any state: ``state after = A @ state before + b``.
 
     See `gated_delta_transition`. `states_before` computes the initial state of each rank from A and b.
 

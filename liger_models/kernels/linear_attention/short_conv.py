@@ -124,7 +124,8 @@ def _conv_kernel(
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_INITIAL: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Compute TOKENS consecutive tokens of CHANNELS channels per program. All tensors in the kernel are [CHANNELS]."""
+    """Compute TOKENS consecutive tokens of CHANNELS channels per program. Every tensor in the kernel has shape
+    [CHANNELS]."""
     n, start, _, first, last = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, TOKENS)
     if first == last:
         return
@@ -256,7 +257,7 @@ def _conv_step_kernel(
     x_ptr, weight_ptr, bias_ptr, state_ptr, out_ptr, final_ptr, C, x_b, K: tl.constexpr, CHANNELS: tl.constexpr,
     HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Compute one token of a row for CHANNELS channels, and the state after this token."""
+    """For CHANNELS channels of a row, compute the output of one token, and the state after this token."""
     row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channels < C

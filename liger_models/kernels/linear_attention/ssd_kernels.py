@@ -12,8 +12,8 @@ def sums_kernel(
 ):  # fmt: skip
     """Store G · log2(e) and δ as [2, H, tokens]. G holds the running sums of g within each chunk.
 
-    A program computes HEADS heads of one chunk. Because of the factor log2(e), the other kernels need one product less
-    for each exponential.
+    A program computes HEADS heads of one chunk. Because of the factor log2(e), the other kernels need one
+    multiplication less for each exponential.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
@@ -151,7 +151,7 @@ def _load_tile(ptr, index, stride, count, WIDTH: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _load_state(ptr, N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, start=0):
-    """Load the rows of a state [N, P], and BLOCK_P columns from ``start`` on."""
+    """Load all rows and BLOCK_P columns of a state [N, P], where the columns start at ``start``."""
     rows, columns = tl.arange(0, BLOCK_N)[:, None], start + tl.arange(0, BLOCK_P)[None, :]
     if N == BLOCK_N and P % BLOCK_P == 0:
         return tl.load(ptr + (rows * P + columns))

@@ -1,4 +1,4 @@
-"""State-space scan of Mamba-2: linear attention whose state has one decay per head and token.
+"""State-space scan of Mamba-2: linear attention in which the state of a head has one decay per token.
 
 S [N, P] is the state of a head, x [P] is its input, and B and C [N] are shared by the heads of a group. δ is the step
 size, and g = A · δ is the logarithm of the decay. The forward computes, for each head and token, in fp32::
@@ -177,8 +177,8 @@ class _Sizes:
     def shared(self, gradient: Tensor) -> Tensor:
         """Return the tensor to which a kernel writes a gradient of B or C.
 
-        This is the gradient [tokens, G, N] itself. If several programs sum over the heads of a group, the tensor is
-        [programs · tokens, G, N] instead, for the programs' sums in fp32.
+        If one program sums over all heads of a group, this tensor is the gradient [tokens, G, N] itself. Otherwise, it
+        is [programs · tokens, G, N] and holds the programs' sums in fp32.
         """
         parts = self.group // self.heads
         return (
@@ -442,7 +442,7 @@ def _check(
 
 
 def is_fused(x: Tensor, B: Tensor) -> bool:
-    """Return whether Triton kernels compute the scan.
+    """Return whether Triton kernels, instead of plain PyTorch, compute the scan.
 
     The kernels require an accelerator, half precision, sizes P and N that are multiples of 16 bytes, and N of at most
     256. Tiles in float32 would not fit into the shared memory of a GPU, so float32 runs in plain PyTorch.
@@ -552,7 +552,7 @@ def ssd_scan_packed_reference(
 def ssd_transition(
     x: Tensor, B: Tensor, delta: Tensor, g: Tensor, *, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the effect of tokens on any state: ``state after = a · state before + b``.
+    """Compute the effect of tokens on any state as ``a`` and ``b``: ``state after = a · state before + b``.
 
     Ranks that hold consecutive parts of a sequence exchange ``a`` and ``b``, whose sizes do not depend on the number of
     tokens. `states_before` of `gated_delta_rule.py` then computes the initial state of each rank.

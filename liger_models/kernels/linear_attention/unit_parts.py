@@ -1,4 +1,4 @@
-"""Splits a packed projection whose columns are grouped by unit into its parts.
+"""Splits a packed projection into its parts. The columns of the projection are grouped by unit.
 
 The projection x [B, T, U · R] has R columns for each of U units, and each unit has some columns of every part. An
 output holds one part, or several parts one after the other, for all units: first the part's columns of unit 0, then the
@@ -7,8 +7,8 @@ part's columns of unit 1, and so on. Each part can be multiplied by its own fact
     y[part, u, i] = cast(scale · x[u, start of the part in a unit + i])
 
 One kernel writes all outputs, and the backward is the same kernel in the other direction. Nothing is saved. A program
-moves consecutive elements of one part of a few tokens. Programs for the same tokens have neighboring indices, because
-the columns of different parts share cache lines of x.
+moves consecutive elements of one part of a few tokens. Programs for the same tokens have adjacent indices, because
+columns of different parts are in the same cache lines of x.
 """
 
 import functools
@@ -151,7 +151,7 @@ FORWARD = define_op(
 def unit_parts(
     x: Tensor, units: int, outputs: Sequence[Sequence[int]], scales: Sequence[float] | None = None
 ) -> tuple[Tensor, ...]:
-    """Split a packed projection whose columns are grouped by unit into tensors of one or several parts.
+    """Split a packed projection, whose columns are grouped by unit, into outputs of one or several parts each.
 
     Args:
         x: [B, T, U · R], float32, float16 or bfloat16.

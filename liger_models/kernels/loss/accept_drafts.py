@@ -1,4 +1,4 @@
-"""The new tokens of a round of speculative decoding: how many tokens a row gets, and the row's state after them.
+"""The last step of a round of speculative decoding: how many new tokens a row gets, and the row's state after them.
 
 Let a row have the drafts d_1 ... d_k and the model's choices y_1 ... y_{k+1}::
 

@@ -41,7 +41,7 @@ def choose_tokens_reference(
 
 @triton.jit
 def _store_choice(row, token, most, total, logits_ptr, token_ptr, log_prob_ptr, V, logits_n):
-    """Store the chosen token of a row, and its log-probability. ``most`` + log(``total``) is the log-sum of the row."""
+    """Store the chosen token of a row, and its log-probability. ``most`` + log(``total``) is the row's log-sum-exp."""
     x = tl.load(logits_ptr + row * logits_n + token).to(tl.float32)
     tl.store(token_ptr + row, token.to(tl.int64))
     # The sum is at least 1, because the highest logit adds 1 to the sum, unless no logit is finite.
@@ -53,10 +53,10 @@ def _choose_tokens_kernel(
     logits_ptr, scores_ptr, seed_ptr, step_ptr, token_ptr, log_prob_ptr, parts_ptr, index_ptr, V, logits_n, scores_n,
     SHARE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Choose the best of SHARE tokens of a row, and compute the log-sum of their logits.
+    """Choose the best of SHARE tokens of a row, and compute the log-sum-exp of their logits.
 
-    If a row has several PARTS, store four results for this part: the best score, the maximum of the logits, Σ exp(logit
-    − maximum), and the index of the best token.
+    If a row has several PARTS, store four results for the program's part: the best score, the maximum of the logits, Σ
+    exp(logit − maximum), and the index of the best token.
     """
     await_previous(OVERLAPS)
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)

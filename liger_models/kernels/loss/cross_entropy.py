@@ -24,8 +24,8 @@ If the loss is a scalar (reduction "mean" or "sum"), the forward also computes t
 kernel reads each row twice, and the second read hits the cache. For per-token results, and in compiled graphs, the
 gradient is computed from the logits in the backward.
 
-The backward needs the logits, which are never written to, and lse. lse is saved as two fp32 numbers, max z and
-Σ exp(z − max z), because a single rounded number would lose the digits of p − 1 where p is close to 1.
+The backward needs lse and the logits; nothing is written to the logits. Two fp32 numbers represent lse, max z and Σ
+exp(z − max z), because a single rounded number would lose the digits of p − 1 where p is close to 1.
 
 Source: https://arxiv.org/abs/1805.02867 (online softmax), https://arxiv.org/abs/2204.02311 (z-loss).
 """
@@ -289,7 +289,7 @@ def _chunk_in_torch(
     predict: bool,
     entropy: Tensor | None,
 ) -> TokenStatistics:
-    """Compute the kernel's results on devices without Triton, in plain PyTorch and without autograd."""
+    """Compute in plain PyTorch, without autograd, what the kernel computes on devices with Triton."""
     ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
     V = logits.shape[-1]
     z = final_logits(logits, logit_scale, softcap)
@@ -358,7 +358,7 @@ def token_statistics(
     """Compute the statistics of ``logits`` [N, V] unless ``lse`` is given, and the gradient if ``gradient`` is given.
 
     Args:
-        lse: [N, 2], max z and Σ exp(z − max z) over the whole vocabulary.
+        lse: [N, 2], max z and Σ exp(z − max z) over the whole vocabulary, if they are known already.
         a: [N], upstream gradient of the loss; None for 1.
         c: [N], upstream gradient of the log-probability; None for 0.
         gradient: [N, V], to which the gradient is written. It may be ``logits`` itself, because each element is read
@@ -453,7 +453,7 @@ def token_scale(
     num_items: Tensor | float | None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the weight [N] of each token's loss in the reduced loss, without waiting for the device.
+    """Return the weight [N] that each token's loss has in the reduced loss, without waiting for the device.
 
     With reduction "mean", each token weight is divided by ``num_items``. If ``num_items`` is None, the divisor is the
     sum of (token weight · class weight of the target) over the tokens that are not ignored. Missing weights count as 1.
@@ -517,7 +517,7 @@ FORWARD = define_op(
 
 
 def _loss_and_gradient(logits, target, class_weight, factors, options, predict) -> tuple[Tensor, ...]:
-    """Return Σ factors · token losses, the z-loss part of this sum, the predictions, the gradient, and its scale.
+    """Return Σ factors · token losses, the z-loss part of this sum, the predictions, the gradient, and a scale.
 
     The gradient must still be multiplied by the scale, which differs from 1 only for fp16; see `without_exponent`.
     """
@@ -608,7 +608,8 @@ def cross_entropy(
             are not ignored; "sum" only sums the losses; "none" returns the loss of each token.
         num_items: divisor for reduction "mean", such as the number of targets over all accumulation steps and ranks.
             The loss is 0 if the divisor is 0.
-        return_z_loss, return_log_probs, return_token_accuracy, return_predicted_tokens: whether to return this field.
+        return_z_loss, return_log_probs, return_token_accuracy, return_predicted_tokens: whether to return the
+            respective field.
 
     Returns:
         `CrossEntropyOutput`.

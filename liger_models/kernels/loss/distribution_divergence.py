@@ -208,7 +208,7 @@ FORWARD = define_op("distribution_divergence", _forward, _fake, backward=BACKWAR
 
 
 def _loss_and_gradient(student, teacher, factors, kind, beta, eps) -> tuple[Tensor, ...]:
-    """Return Σ factors · (sum of each row's terms), the gradient, and its scale.
+    """Return Σ factors · (sum of each row's terms), the gradient, and a scale.
 
     The gradient must still be multiplied by the scale, which differs from 1 only for fp16; see `without_exponent`.
     """

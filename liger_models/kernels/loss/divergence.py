@@ -20,8 +20,8 @@ The gradient is::
     others      dD/dz_j = (a_j − q_j · Σ a) / τ
 
 At β = 0 and β = 1, the formula of jsd is 0. For these β, jsd stands for its scaled limits: forward_kl, the limit of
-jsd/β for β → 0, and reverse_kl, the limit of jsd/(1 − β) for β → 1. On request, the cross entropy of z and a target, at
-temperature 1, is added to the loss of a token.
+jsd/β for β → 0, and reverse_kl, the limit of jsd/(1 − β) for β → 1. On request, the loss of a token also includes the
+cross entropy of z and a target, at temperature 1.
 
 The rows are processed in chunks, as in `linear_cross_entropy`, with a logits buffer for each model. The loss is a
 scalar, so the forward computes the gradients. This takes four matrix products in all: the logits of both models, dx and
@@ -215,8 +215,9 @@ def _row_statistics(
 ):  # fmt: skip
     """Compute D of a row, and the numbers from which its gradient is computed.
 
-    These numbers are: the maximum and the log-sum of the student and of the teacher; Σ ``a``; and the student's log-sum
-    at temperature 1. For cosine, norms take the place of the log-sums, and the cosine takes the place of Σ ``a``.
+    These numbers are: the maximum and the log-sum-exp of the student's logits, and of the teacher's logits; Σ ``a``;
+    and the student's log-sum-exp at temperature 1. For cosine, norms take the place of log-sum-exps, and the cosine
+    takes the place of Σ ``a``.
     """
     # In a first read of both rows, compute the online softmax of each row or, for cosine, three dot products.
     columns = tl.arange(0, BLOCK)
@@ -354,7 +355,7 @@ def _rows_in_torch(
     student: Tensor, teacher: Tensor, gradient: Tensor | None, target: Tensor, factors: Tensor,
     options: DivergenceOptions,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the kernel's results on devices without Triton, in plain PyTorch and without autograd."""
+    """Compute in plain PyTorch, without autograd, what the kernel computes on devices with Triton."""
     kind, beta, temperature, soft_weight, hard_weight, ignore_index, softcap, scale = options[:8]
     z = final_logits(student, scale, softcap)
     u = final_logits(teacher, options.teacher_logit_scale, options.teacher_softcap)
@@ -399,7 +400,7 @@ def divergence_of_rows(
     student: Tensor, teacher: Tensor, gradient: Tensor | None, target: Tensor, factors: Tensor,
     options: DivergenceOptions, hard_factors: Tensor | None = None, statistics: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute divergence and cross entropy, [N] each, and the gradient of the student's logits.
+    """Compute each row's divergence and cross entropy, [N] each, and the gradient of the student's logits.
 
     Args:
         student, teacher: [N, V], the logits.

@@ -13,9 +13,9 @@ products compute the chunk's dx and its part of dweight. The formulas for a row 
 - Per-token results (reduction "none", or ``return_log_probs``) have one upstream gradient per token, so the backward
   must recompute the logits. This takes four matrix products. The forward saves x, weight and lse.
 
-In fp16, the factor of each token's loss (1 / number of tokens for a mean) is divided by a common power of two before
-the gradient of the logits is rounded, and the results are multiplied by this power of two at the end. This is exact,
-and prevents the gradients of a mean over many tokens from underflowing.
+In fp16, the factor of each token's loss (1 / number of tokens for a mean) is divided by a power of two, the same for
+all tokens, before the gradient of the logits is rounded. At the end, the results are multiplied by this power of two.
+This is exact, and prevents the gradients of a mean over many tokens from underflowing.
 
 The host never waits for the device. Gradients that are not needed, such as the gradients of frozen inputs, are not
 computed. The loop over chunks is in `row_chunks.py`.
@@ -69,7 +69,7 @@ from liger_models.kernels.loss.scalar_loss import (
 def linear_cross_entropy_reference(
     x: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, **options: object
 ) -> CrossEntropyOutput:
-    """Compute `linear_cross_entropy` in plain torch: all logits at once, then `cross_entropy_reference`."""
+    """Compute `linear_cross_entropy` in plain PyTorch: all logits at once, then `cross_entropy_reference`."""
     return cross_entropy_reference(F.linear(x, weight, bias), target, **options)  # type: ignore[arg-type]
 
 
@@ -376,7 +376,7 @@ def linear_cross_entropy(
         bias: [V], in the dtype of x.
         workspace_mib: maximum size of the logits buffer in MiB, except that a chunk has at least 128 rows. The default
             is 640 MiB for up to 8192 tokens, and proportionally more for more tokens. If the weight needs no gradient,
-            the default is at most 2048 rows. If V > 327,680, the buffer holds an eighth of the rows.
+            the default buffer has at most 2048 rows. If V > 327,680, the buffer holds an eighth of the rows.
         vocab_shard: this rank's shard if the vocabulary is sharded over ranks. weight and bias then hold only the rows
             of the shard. All ranks pass the same x and get the same loss. The gradient of x is a partial sum
             (`collectives.copy_to_region`). A shard cannot be combined with ``class_weight``, ``return_token_accuracy``

@@ -1,8 +1,7 @@
 """KL divergence between a teacher's stored probabilities and a student's distribution, fused with the student's head.
 
 Let z be the student's logits after ``logit_scale`` and softcap, and let τ be the temperature. Let s = log softmax(z /
-τ) and q = exp(s). p are the stored probabilities of a token, which need not sum to 1. All sums are over the vocabulary,
-in fp32::
+τ) and q = exp(s). The stored probabilities p of a token need not sum to 1. All sums are over the vocabulary, in fp32::
 
     D = Σ p · (log max(p, eps) − s)
     dD/dz_j = (q_j · Σ p − p_j) / τ
@@ -69,7 +68,7 @@ def linear_kl_div_reference(
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> Tensor:
-    """Compute `linear_kl_div` in plain torch, with all logits at once."""
+    """Compute `linear_kl_div` in plain PyTorch, with all logits at once."""
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
     p = probabilities.detach().to(wide)
@@ -138,7 +137,7 @@ def _linear_kl_div_kernel(
 
 
 def _rows_in_torch(logits, p, gradient, target, factors, options) -> Tensor:
-    """Compute the results of `_rows` on devices without Triton, in plain torch and without autograd."""
+    """Compute in plain PyTorch, without autograd, what `_rows` computes on devices with Triton."""
     temperature, eps, ignore_index, softcap, logit_scale = options
     p, valid = p.to(logits.dtype), target != ignore_index
     s = _log_probs(logits, temperature, softcap, logit_scale)

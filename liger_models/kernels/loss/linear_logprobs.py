@@ -90,7 +90,7 @@ def fused_linear_logprobs_reference(
     logit_scale: float = 1.0,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities and entropies in plain torch, with all logits at once."""
+    """Compute log-probabilities and entropies in plain PyTorch, with all logits at once."""
     logits = F.linear(x, weight, bias)
     z = final_logits(logits, logit_scale, softcap)
     log_p = (z / temperature).log_softmax(-1)
@@ -148,7 +148,7 @@ def _statistics(
     """Return the log-probability, the entropy, lse [N, 2] and, with ``predict``, the most probable token of each row.
 
     Args:
-        gradient: [N, V], to which the gradient of minus the log-probabilities is written.
+        gradient: [N, V], to which the gradient of the negative log-probabilities is written.
     """
     entropy = logits.new_empty(len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
     statistics = token_statistics(logits, target, None, *options, predict=predict, entropy=entropy, gradient=gradient)
@@ -374,7 +374,7 @@ def fused_linear_logprobs(
 
 
 class LogProbsOfSum(torch.autograd.Function):
-    """Log-probabilities whose forward also computes the gradients of minus their sum; see `log_probs_of_sum`."""
+    """Computes log-probabilities and, in the forward, the gradients of their negative sum; see `log_probs_of_sum`."""
 
     @staticmethod
     def forward(
@@ -456,7 +456,7 @@ def log_probs_of_sum(
     logit_scale: float = 1.0,
     workspace_mib: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute log-probabilities for a loss that probably is a multiple of their sum, such as their mean.
+    """Compute log-probabilities for a loss that probably is a multiple of their sum, for example their negative mean.
 
     The forward computes the gradients of this sum, while the logits are in memory, so three matrix products are needed
     instead of four. The backward waits for the device to compare the upstream gradients of all targets. If the upstream

@@ -68,7 +68,7 @@ def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None, *, trai
         V: size of the vocabulary.
         itemsize: bytes that the buffers take per row and vocabulary entry.
         workspace_mib: maximum size of the buffers in MiB; None for the default.
-        trained: whether dweight is needed. If not, the default is at most FROZEN_ROWS.
+        trained: whether dweight is needed. If not, a chunk has at most FROZEN_ROWS rows by default.
     """
     tokens = min(N, MOST_TOKENS)
     budget = WORKSPACE_MIB * max(1, tokens / WORKSPACE_TOKENS) if workspace_mib is None else workspace_mib
@@ -149,7 +149,7 @@ def _allocate_sums(weight: Tensor, chunks: int) -> tuple[Tensor | None, list[Ten
 
 
 def _concatenate(sums: list[Tensor]) -> Tensor:
-    """Concatenate the blocks in bf16. The list is empty afterwards."""
+    """Concatenate the fp32 blocks of a sum in bf16. The list is empty afterwards."""
     blocks = []
     while sums:  # each fp32 block is freed before the next block is cast
         blocks.append(sums.pop(0).to(torch.bfloat16))

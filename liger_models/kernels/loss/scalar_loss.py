@@ -60,7 +60,8 @@ def scale_(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def scaled(gradients: Sequence[Tensor], factor: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
-    """Scale gradients in place, and cast them to ``dtypes``. A gradient that already has its dtype is not copied.
+    """Scale gradients in place, and cast them to ``dtypes``. A gradient that already has its target dtype is not
+    copied.
 
     The gradients must be tensors that nothing else uses.
     """
@@ -115,7 +116,7 @@ def fused_loss(op: Op[Any, Any], inputs: Any) -> tuple[Any, ...]:
 
 
 def fused_loss_fake(x: Tensor, weight: Tensor, needs: HeadNeeds) -> tuple[HeadGradients, Tensor]:
-    """Return fake gradients of x, weight and bias for an op that `fused_loss` runs, and the fake scale.
+    """Return fake tensors for two results of an op that `fused_loss` runs: gradients (of x, weight, bias) and scale.
 
     Each gradient has the dtype in which it is summed.
     """
@@ -130,7 +131,8 @@ def fused_loss_fake(x: Tensor, weight: Tensor, needs: HeadNeeds) -> tuple[HeadGr
 
 
 def gradients_fake(x: Tensor, weight: Tensor, needs: HeadNeeds) -> HeadGradients:
-    """Return fake gradients of x, weight and bias for an op of per-token losses, in the dtypes of the inputs."""
+    """Return fake gradients of x, weight and bias for an op that computes per-token losses, in the dtypes of the
+    inputs."""
     return HeadGradients(
         torch.empty_like(x, memory_format=torch.contiguous_format) if needs.x else x.new_empty(0),
         weight.new_empty(weight.shape if needs.weight else 0),

@@ -57,7 +57,7 @@ def _hash_uint32(x):
 
 @triton.jit
 def uniform(seed, step, token):
-    """Compute u of tokens [BLOCK] for the seed and the step of a row, which are int64 scalars."""
+    """Compute u [BLOCK] of the given tokens, from a row's seed and step, which are int64 scalars."""
     # Hash seed, step and token, as in `exponential_noise`.
     key = _hash_uint32(_hash_uint32(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32))
     key = _hash_uint32(key ^ step.to(tl.uint32))
@@ -67,7 +67,7 @@ def uniform(seed, step, token):
 
 @triton.jit
 def exponential(seed, step, token):
-    """Compute E = −log(1 − u) of tokens [BLOCK], where u is the result of `uniform`."""
+    """Compute E = −log(1 − u) [BLOCK] of the given tokens, where u is the result of `uniform`."""
     u = uniform(seed, step, token)
     # For small u, a Taylor series is used, because 1 − u loses the digits of u.
     series = 1.0 / 6

@@ -60,7 +60,7 @@ def _add_exponentials(most, total, x):
 
 @triton.jit
 def _log_sum(most, total):
-    """Combine the lanes' maxima and sums from `_add_exponentials` to one log-sum."""
+    """Combine the lanes' maxima and sums from `_add_exponentials` into one log-sum-exp."""
     highest = tl.max(most, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     # The sum is at least 1, because the highest number adds 1 to the sum, unless no number is finite.
@@ -83,7 +83,7 @@ def _verify_drafts_kernel(
     if scores_ptr is not None:
         z_ptr = scores_ptr + at * scores_n
 
-    # Compute the log-sum of the logits and, if there are separate scores, the log-sum of the scores.
+    # Compute the log-sum-exp of the logits and, if there are separate scores, of the scores.
     most = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     if scores_ptr is not None:

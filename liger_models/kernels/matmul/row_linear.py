@@ -1,4 +1,4 @@
-"""A linear layer for few rows, as in a decoding step. The layer takes about as long as reading the weight.
+"""A linear layer for inputs with few rows, as in a decoding step. It takes about as long as reading the weight.
 
 ::
 
@@ -107,7 +107,7 @@ def load_B(B_ptr, row, N, R, RANKS: tl.constexpr):
 
 @triton.jit
 def low_rank_row(B, low_ptr, R, RANKS: tl.constexpr, LOW: tl.constexpr):
-    """Compute the low-rank term of a single row of x for the rows B [ROWS, RANKS].
+    """Compute the ROWS elements of the low-rank term that belong to rows B [ROWS, RANKS], for a single row of x.
 
     ``low_ptr`` points to x @ Aᵀ. If LOW is "awaited", the kernel that computes x @ Aᵀ may still be running.
     """
@@ -146,7 +146,7 @@ def store_rows(
 ):  # fmt: skip
     """Add low-rank term and bias to sums [ROWS, COLUMNS], and store the sums. With an ACT, also store act(gate) · up.
 
-    The columns of the sums are the M rows of the result.
+    The tile of sums is transposed: its columns are the M rows of the result.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS).to(tl.int64)
@@ -315,7 +315,7 @@ def takes_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def takes_low_rank(x: Tensor, low_rank: LowRank | None) -> bool:
-    """Return whether the kernels for few rows can add this low-rank term to their sums, or True if there is no term."""
+    """Return whether these kernels can add this low-rank term to their sums. Without a term, the result is True."""
     return low_rank is None or (len(low_rank[0]) <= MOST_RANKS and {matrix.dtype for matrix in low_rank} == {x.dtype})
 
 
@@ -338,9 +338,9 @@ def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, 
     All tensors that the kernel for y reads before it waits must then be complete.
 
     Returns:
-        The arguments ``(x @ Aᵀ, B, R)`` of the kernel for y, and the constants and options of its launch. Only the
-        kernel for a single row has the constant LOW. The kernel for several rows starts early only if the weight is
-        small, because the programs for a large weight would be distributed unevenly over the multiprocessors.
+        The arguments ``(x @ Aᵀ, B, R)`` of the kernel for y, and the constants and options of that kernel's launch.
+        Only the kernel for a single row has the constant LOW. The kernel for several rows starts early only if the
+        weight is small, because the programs for a large weight would be distributed unevenly over the multiprocessors.
     """
     overlaps, one = overlap(x), x.numel() == x.shape[-1]
     constants = {"LOW": "", **overlaps} if one else {"OVERLAPS": overlaps["OVERLAPS"]}
@@ -366,7 +366,7 @@ def row_linear_forward(
     """Launch the kernels that compute y and, with an activation, act(gate) · up.
 
     Args:
-        x: [..., K], few rows; see `takes_row`.
+        x: [..., K], with at most as many rows as `takes_row` accepts.
         weight: [N, K].
         bias: [N].
         act: the activation; empty for none.
@@ -425,7 +425,7 @@ FORWARD = define_op("row_linear", _row_linear, lambda x, weight, bias: x.new_emp
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute ``x @ weightᵀ + bias`` for few rows. The op has no backward.
+    """Compute ``x @ weightᵀ + bias`` for an x with few rows. The op has no backward.
 
     Args:
         x: [..., K], up to `most_rows` rows in float16 or bfloat16, or one row in float32.
@@ -464,7 +464,8 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute ``x @ weightᵀ + bias`` with `row_linear` where possible, and otherwise with ``F.linear``.
 
-    `row_linear` requires few rows and a weight that is an ordinary tensor, and gradients and autocast must be off.
+    `row_linear` requires that x has few rows, that the weight is an ordinary tensor, and that gradients and autocast
+    are off.
     """
     plain = torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
     if plain or type(weight) not in (Tensor, torch.nn.Parameter) or not takes_row(x, weight, bias):
@@ -495,7 +496,7 @@ def wide_inference_linear(x: Tensor, weight: Tensor) -> Tensor:
         weight: [N, K].
 
     Returns:
-        [..., N] in fp32, or in fp64 if x has this dtype.
+        [..., N] in fp32, or in fp64 if x is in fp64.
     """
     few = 0 < x.numel() <= MOST_ROWS * x.shape[-1] and not torch.is_grad_enabled() and not is_batch_invariant()
     plain = type(weight) in (Tensor, torch.nn.Parameter) and weight.stride(1) == 1

@@ -1,4 +1,4 @@
-"""A linear layer for router logits: inputs are in bf16, and results are in fp32 and as accurate as a product in fp32.
+"""A linear layer for router logits: from bf16 inputs, it computes fp32 results as accurate as an fp32 product.
 
 ::
 
@@ -10,9 +10,10 @@ core of Hopper truncates where an fp32 addition rounds, so the error of a long s
 the error of a sum in fp32. The forward kernel therefore starts a new sum after every `COLUMNS` columns, and adds these
 sums with fp32 additions.
 
-In the backward, dy is split into three bf16 numbers, ``dy = h + m + l``. A bf16 number has 8 bits and an fp32 number
-has 24, so the split is exact. The results are rounded to bf16. This rounding error is far larger than the error of
-truncated sums. Programs write partial sums of dW over parts of the rows, and `sum_partials` adds these sums in order.
+In the backward, dy is split into three bf16 numbers, ``dy = h + m + l``. A bf16 number has 8 significant bits and an
+fp32 number has 24, so the split is exact. The results are rounded to bf16. This rounding error is far larger than the
+error of truncated sums. Programs write partial sums of dW over parts of the rows, and `sum_partials` adds these sums in
+order.
 
 x and W are saved for the backward in their own dtypes. If there are only a few rows, if x is in fp16, or if W is in
 fp32, x and W are cast to fp32, in the forward and again in the backward.
@@ -115,7 +116,7 @@ def _wide_linear_input_kernel(
 def _wide_linear_weight_kernel(
     dy_ptr, x_ptr, partial_ptr, N, X, C, part, x_n, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Write a tile [OUTPUTS, COLUMNS] of the sum of dW [X, C] over ``part`` rows, as the transpose of xᵀ @ dy."""
+    """Write a tile [OUTPUTS, COLUMNS] of a partial sum of dW [X, C] over ``part`` rows, as the transpose of xᵀ @ dy."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     first = tl.program_id(2) * part
@@ -140,7 +141,7 @@ def _outputs(X: int) -> int:
 
 
 def _runs(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels compute the layer. Otherwise, the op casts the inputs to fp32."""
+    """Return whether the kernels compute the layer. Otherwise, the op casts the inputs to fp32."""
     return x.dtype == weight.dtype == torch.bfloat16 and use_triton(x) and len(x) >= MIN_ROWS
 
 

@@ -1,4 +1,4 @@
-"""Dropout of the inputs of the experts' low-rank matrices.
+"""Dropout for the inputs of the experts' low-rank terms.
 
     out_j = rows_j · m_j / (1 − p)      each element of m_j is 1 with probability 1 − p, otherwise 0
 

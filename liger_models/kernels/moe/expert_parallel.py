@@ -43,7 +43,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _Unpermute(torch.autograd.Function):
-    """Sums over the slots of each token: [M, C] -> [N, C]. This is the reverse of `_Permute`."""
+    """Sums the rows in each token's slots: [M, C] -> [N, C]. This is the reverse of `_Permute`."""
 
     @staticmethod
     def forward(ctx, rows, slot):

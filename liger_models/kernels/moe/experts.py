@@ -13,7 +13,8 @@ If there are only a few copies and no backward, the copies are not sorted (see `
 row.
 
 In the backward, the routing weight can be applied before or after a linear map. It is cheapest to apply the weight
-where rows are narrow: dy is copied without the weight, and one kernel over u and g does all other elementwise work::
+where rows are narrow: dy is copied without the weight, and one kernel that reads u and g does all other elementwise
+work::
 
     d_j = dy_n                            permute
     g_j = Wd_eᵀ · d_j                     grouped product; the gradient of A(u_j), without the routing weight
@@ -276,7 +277,7 @@ def _act_backward(
 
 
 def _low_rank_library(library: bool, A: Tensor, B: Tensor) -> bool:
-    """Return whether the low-rank products can also run in PyTorch's grouped_mm.
+    """Return whether the products with low-rank matrices can also run in PyTorch's grouped_mm.
 
     For this, the rows of the low-rank matrices must consist of whole 16-byte vectors.
     """
@@ -301,7 +302,7 @@ def _drops(order: Tensor, seed: Tensor | None, dropout: float, K: int) -> tuple[
 def _product(
     rows: Tensor, weight: Tensor, low_rank: LowRank | None, ends: Tensor, library: bool, drop_rows: Drop
 ) -> Tensor:
-    """Multiply each row by the transposed matrix of its expert: [S, in], [X, out, in] -> [S, out]."""
+    """Multiply each row by its expert's transposed matrix, and add any low-rank term: [S, in] -> [S, out]."""
     if takes_few(rows, weight):
         out = few_product(rows, weight, ends)
     else:
@@ -317,7 +318,7 @@ def _product(
 def _input_gradient(
     d_out: Tensor, weight: Tensor, low_rank: LowRank | None, ends: Tensor, library: bool, drop_rows: Drop
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradient [S, in] of the rows of `_product`.
+    """Compute the gradient [S, in] of the input rows of `_product`.
 
     The second result is the gradient [S, R] of the product with A, or None if there is no low-rank term.
     """
@@ -335,7 +336,7 @@ def _low_rank_gradients(
     d_out: Tensor | None, h: Tensor | None, rows: Tensor | None, low_rank: LowRank | None, ends: Tensor, library: bool,
     needs: ProjectionNeeds, drop_rows: Drop,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Compute dA and dB of `_product`. A gradient that is not needed is None.
+    """Compute the gradients of A and B, the low-rank matrices of `_product`. A gradient that is not needed is None.
 
     ``h`` is the second result of `_input_gradient`, or None if `_input_gradient` was not called.
     """

@@ -1,4 +1,4 @@
-"""Products of a few rows with the matrices of their experts. They take about as long as reading the matrices.
+"""Products of a few rows with their experts' matrices. The products take about as long as reading the matrices.
 
 These kernels compute no gradients, which a decoding step does not need. The copies of the tokens are numbered as in
 `permutation`, s = n · K + k. e is the expert of a copy, and A is one of the activations of `expert_act`::
@@ -62,7 +62,7 @@ DENSE_ROW_WARPS = 4
 def _few_tile(
     tile, where_ptr, COUNT, SORTED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):  # fmt: skip
-    """Return the expert of a tile, the tile's first row, the end of the expert's rows, and whether the tile has rows.
+    """Return a tile's expert, the tile's first row, the end of the expert's rows, and whether the tile has any rows.
 
     If rows are sorted, ``where_ptr`` points to the end of the rows of each of COUNT experts. Otherwise, it points to
     the expert of each of COUNT copies. In this case, each copy has its own tile, and the copy's row index is the number
@@ -141,7 +141,7 @@ def _few_nf4_kernel(
     SCALES_PER_FACTOR: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
-    """Compute what `_few_kernel` computes, for NF4.
+    """Compute what `_few_kernel` computes, for matrices stored in NF4.
 
     In each step, BLOCK_IN codes that share a scale are read in each of BLOCK_OUT rows of the expert's matrix.
     """
@@ -184,7 +184,7 @@ def _few_groups_kernel(
     CODES: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr, HALF: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute what `_few_kernel` computes, for the formats of `frozen.groups`.
+    """Compute what `_few_kernel` computes, for matrices stored in the formats of `frozen.groups`.
 
     In each step, GROUPS groups of PAIRS bytes of codes are read in each of BLOCK_OUT rows of the expert's matrix.
     """
@@ -236,8 +236,8 @@ def _few_kernel(
     There is a scale for each row or, if WIDTH is not 0, for each WIDTH columns of a row. WIDTH is a multiple of
     BLOCK_IN.
 
-    With EARLY, the previous kernel must be this kernel without EARLY, for the same single row. The first step of the
-    matrix is then loaded before the previous kernel ends.
+    With EARLY, the previous launch must be a launch of this kernel without EARLY, for the same single row. The first
+    step of the matrix is then loaded before the previous kernel ends.
     """
     if EARLY:
         start_next(OVERLAPS)
@@ -289,7 +289,7 @@ def _few_kernel(
 
 
 def _fits(weight: Weight) -> bool:
-    """Return whether the kernels support the matrices.
+    """Return whether the kernels support the experts' matrices ``weight``.
 
     The kernels support dense matrices, NF4 with whole blocks per row, groups of 4-bit codes whose width `groups`
     supports, and float8 if the GPU can convert float8. If float8 has one scale per block, `float8_blocks` must support
@@ -309,7 +309,7 @@ def _fits(weight: Weight) -> bool:
 def takes_few(rows: Tensor, weight: Weight) -> bool:
     """Return whether `few_product` runs for rows [S, C] and matrices [X, O, C].
 
-    `few_product` requires few rows, and frozen matrices in a supported format.
+    `few_product` requires few rows per expert, and frozen matrices in a supported format.
     """
     few = len(rows) <= FEW_ROWS * weight.shape[0]
     return few and isinstance(weight, FrozenWeight) and _fits(weight) and not is_batch_invariant()
@@ -391,7 +391,7 @@ def few_experts(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up_weight: Weight, down_weight: Weight,
     gate_up_bias: Tensor | None, down_bias: Tensor | None, act: str, limit: float, addend: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Compute `moe_mlp` for few tokens, without gradients.
+    """Compute `moe_mlp` for a few tokens, without gradients.
 
     All tensors must be contiguous, and x [N, C] must have the dtype of the weights.
     """

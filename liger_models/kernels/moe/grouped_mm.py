@@ -8,9 +8,9 @@ and are 0 for an expert without rows::
     sum           out_e = Σ_j w_j · rows_j         in fp32, with or without weights w
 
 `grouped_mm` and `grouped_outer` run PyTorch's grouped_mm where it is a single kernel (see `library_runs`). Otherwise,
-they run the Triton kernels below. In both cases, the host does not wait for the device. The reference consists of two
-registered ops, which loop over the experts in plain PyTorch, and wait for the number of rows of each expert. Compilers
-do not look inside these ops.
+they run the Triton kernels below. In both cases, the host does not wait for the device. The reference implementation
+consists of two registered ops, which loop over the experts in plain PyTorch, and wait for the number of rows of each
+expert. Compilers do not look inside these ops.
 """
 
 from typing import Any
@@ -209,7 +209,7 @@ def _tile(rows: Tensor) -> tuple[tuple[int, int, int], dict[str, Any]]:
 
 
 def most_tiles(S: int, X: int, block_rows: int) -> int:
-    """Return an upper bound of the number of tiles for S rows and X experts.
+    """Return an upper bound on the number of tiles for S rows and X experts.
 
     The bound counts all full tiles, and one partial tile for each expert that has rows.
     """

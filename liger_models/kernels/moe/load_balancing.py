@@ -1,4 +1,4 @@
-"""The auxiliary loss that makes the router distribute tokens evenly among the experts.
+"""An auxiliary loss that makes the router distribute the tokens evenly among the experts.
 
 Source: https://arxiv.org/abs/2101.03961, computed as in transformers.
 """

@@ -1,4 +1,4 @@
-"""Routing: computes the experts of each token and their weights from the router's logits.
+"""Routing: chooses each token's experts and computes their weights, both from the router's logits.
 
 For each token, `Routing` turns the logits l of X experts into scores s, chooses the set T of K experts, and computes
 their weights w in fp32::
@@ -65,7 +65,7 @@ class Routing(NamedTuple):
         top_groups: number of groups from which a token's experts are chosen.
         group_score: score of a group: "max", its largest choice score, or "top2", the sum of its two largest choice
             scores.
-        scale: factor of the weights.
+        scale: factor by which the weights are multiplied.
         epsilon: number added to the sum of sigmoids that ``normalize`` divides by.
         tolerance: with "sparsemixer", how far a logit l may be below the largest logit m, relative to max(|l|, m).
     """
@@ -148,7 +148,7 @@ def _scaled(weights: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
 
 
 def _mix_one_by_one(logits: Tensor, routing: Routing, given: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the weights and the experts [N, K] of the score "sparsemixer", before scaling."""
+    """Choose the experts with the score "sparsemixer". Return weights before scaling, and experts, [N, K] each."""
     free, weights, experts = logits, [], []
     for k in range(routing.top_k):
         best, pick = free.detach().max(-1, keepdim=True)  # [N, 1]
@@ -205,7 +205,7 @@ def _best_groups(
     choice, lanes, X, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """Return which experts [ROWS, BLOCK_X] are in the best groups of their token."""
+    """Return a mask [ROWS, BLOCK_X] of the experts that are in the best groups of each token."""
     size = X // GROUPS
     group = lanes // size
     places = tl.arange(0, BLOCK_G)
@@ -416,8 +416,8 @@ def route(
 
     Args:
         logits: [N, X], float32, float16 or bfloat16.
-        routing: how experts are chosen and weighted. Among equal scores, the first are chosen. The reference backend
-            may choose any of them.
+        routing: how experts are chosen and weighted. If several experts have equal scores, the first of them are
+            chosen. The reference backend may choose any of them.
         bias: [X] in float32, added to the scores only for the choice of experts. It gets no gradient. None for 0.
         given: [N, K] integers, K different experts for each token, which replace the router's choice. The weights of
             these experts are computed from the logits. A token whose first entry is negative is routed by its logits.

@@ -17,8 +17,8 @@ With the gate first, let n = u · r(u) and v = dy · w::
 Without a weight, there is no norm: y = cast(x · a), dx = dy · a, and dgate = dy · x · a'.
 
 x, the gate and the weight are saved, and the backward recomputes r. dw is summed in fp32: each program writes a partial
-sum, and `sum_partials` adds the partial sums. If each group of a token has weights of its own, a program processes one
-group.
+sum, and `sum_partials` adds the partial sums. If each group of a token has weights of its own, a program processes rows
+of only one group.
 """
 
 from collections.abc import Callable
@@ -162,7 +162,7 @@ def _as_rows(groups: int, *tensors: Tensor) -> list[Tensor]:
 
 
 def _groups(x: Tensor, weight: Tensor | None) -> int:
-    """Return the number of groups with weights of their own."""
+    """Return the number of groups with weights of their own, or 1 if all rows share a weight or there is none."""
     return 1 if weight is None else weight.numel() // x.shape[-1]
 
 

@@ -1,4 +1,4 @@
-"""The last step of a sum over rows. In the step before, each program of another kernel writes a partial sum in fp32.
+"""The last step of a sum over rows: adding the fp32 partial sums that the programs of another kernel have written.
 
 One launch adds the partial sums in a fixed order, and rounds the result to the result's dtype. A launch can compute two
 results: the gradient of a weight and the gradient of a bias.

@@ -1,4 +1,4 @@
-"""Kernels and ops of RMSNorm and LayerNorm, which normalize each row of width C.
+"""Kernels and ops of RMSNorm and LayerNorm. Both norms normalize each row of width C.
 
 The formulas are in `rms_norm.py` and `layer_norm.py`. Both norms run the same kernels. With CENTERED (LayerNorm), the
 mean of the row is subtracted first, and a bias may be added. If a launch does not need a pointer, the pointer is None,
@@ -310,10 +310,10 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
 
 
 def _spaced_rows(x: Tensor) -> tuple[Tensor, int]:
-    """Return x [..., C], with contiguous rows at equal distances, and the distance between two rows.
+    """Return x [..., C] with contiguous, equally spaced rows, and the distance between the starts of adjacent rows.
 
-    If x has other strides, a contiguous copy is returned. A column slice of contiguous rows, such as a part of the
-    output of a packed projection, is not copied.
+    If the strides of x do not allow this, a contiguous copy is returned. A column slice of contiguous rows, such as a
+    part of the output of a packed projection, is not copied.
     """
     shape, strides = x.shape, x.stride()
     if x.is_contiguous():
@@ -390,7 +390,7 @@ def norm_backward(
         dy: gradient of the normalized rows.
         dh: gradient that reaches h by other paths, which is added to dx; None if there is no such gradient.
         bias: the bias, which affects only y.
-        need_dw, need_db, need_y: whether this result is needed.
+        need_dw, need_db, need_y: whether dw, db and y are needed.
         sum_dtype: dtype of dw and db; None for the dtype of the weight.
         y_dtype: dtype of y; None for the dtype of h.
     """

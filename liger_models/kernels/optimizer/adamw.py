@@ -90,7 +90,7 @@ class Update(NamedTuple):
 
 
 def adamw_reference(update: Update, stochastic_rounding: bool = False, seed: int = 0) -> None:
-    """Perform `adamw_` for one tensor in plain PyTorch, in fp64 for fp64 tensors.
+    """Perform `adamw_` for one parameter in plain PyTorch, in fp64 for fp64 tensors.
 
     The stochastic rounding does not use the same random numbers as the kernel.
     """

@@ -6,10 +6,10 @@ The scale is the largest magnitude in its block. The moments are::
     v = (c / 255)⁴ · s              c from 0 to 255, uint8
 
 The powers give small values more codes: the square root of a nonzero second moment can be as small as 1 / 65,025 of the
-largest root in its block. In one step, a moment usually changes by less than the distance between two codes. Moments
-are therefore rounded up or down at random, such that the mean is preserved. If moments were rounded to nearest, 0.999 ·
-v would always become v again. A positive second moment never gets the code 0, because the update would then be m / eps.
-If a block contains infinity or NaN, the block's scale is this value.
+largest root in its block. In one step, a moment usually changes by less than the distance between two adjacent codes.
+Moments are therefore rounded up or down at random, such that the mean is preserved. If moments were rounded to nearest,
+0.999 · v would always become v again. A positive second moment never gets the code 0, because the update would then be
+m / eps. If a block contains infinity or NaN, the block's scale is this value.
 """
 
 import math

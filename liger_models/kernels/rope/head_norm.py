@@ -32,13 +32,13 @@ def _mean(x, count, WHOLE: tl.constexpr):
 
 @triton.jit
 def inverse_rms(x1, x2, count, eps, WHOLE: tl.constexpr):
-    """Compute r of each head [ROWS, 1] or, with WHOLE, one r for all heads."""
+    """Compute r, the inverse RMS, of each head [ROWS, 1] or, with WHOLE, one r for all heads."""
     return 1.0 / tl.sqrt(_mean(x1 * x1 + x2 * x2, count, WHOLE) + eps)
 
 
 @triton.jit
 def norm_gradient(x1, x2, s1, s2, rstd, count, WHOLE: tl.constexpr):
-    """Compute dx as pairs, [ROWS, BLOCK] each."""
+    """Compute dx as two tensors [ROWS, BLOCK]: the gradients of x1 and of x2."""
     along = rstd * rstd * _mean(s1 * x1 + s2 * x2, count, WHOLE)
     return rstd * (s1 - x1 * along), rstd * (s2 - x2 * along)
 
@@ -48,7 +48,7 @@ def store_weight_gradients(
     dw_ptr, program, is_query, is_key, dw1, dw2, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Sum a program's weight gradients over its query heads and over its key heads.
+    """Sum a program's weight gradients, separately over its query heads and over its key heads.
 
     Both sums are stored in dw [programs, 2, D].
     """
@@ -62,7 +62,7 @@ def store_weight_gradients(
 
 
 def backward_launch(packed: Tensor, constants: dict[str, int], need_dw: bool, whole: bool = False) -> tuple[int, int]:
-    """Return the number of programs that share the tokens of a chunk of heads, and each program's tokens in flight.
+    """Return how many programs share the tokens of a chunk of heads, and how many tokens each program has in flight.
 
     Args:
         packed: [B, T, W], the packed projection.

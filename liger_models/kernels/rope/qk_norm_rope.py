@@ -97,7 +97,7 @@ def _heads(chunk, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WHOL
 
 @triton.jit
 def _values(chunk, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr):
-    """Return the indices [ROWS, 1] and columns [1, 2 · BLOCK] of a program's share of a token's values, and a mask."""
+    """Return the value heads [ROWS, 1] and columns [1, 2 · BLOCK] that a program copies for a token, and a mask."""
     row = tl.arange(0, ROWS)[:, None]
     value = chunk * SHARE + row
     column = tl.arange(0, 2 * BLOCK)[None, :]

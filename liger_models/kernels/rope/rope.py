@@ -434,7 +434,7 @@ def rope_qkv(
     *,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the packed projection, and rotate q and k, in one kernel. The packed tensor is not saved.
+    """Split the packed projection, and rotate q and k, in one kernel. The packed tensor is not saved for the backward.
 
     Args:
         qkv: [B, T, (H + 2 G) · D]. Each of the G KV heads has its H / G query heads, then k, then v.
@@ -466,7 +466,7 @@ def liger_rotary_pos_emb(
     unsqueeze_dim: int = 1,
     rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys, with the arguments of Liger's function and of transformers' ``apply_rotary_pos_emb``.
+    """Rotate queries and keys, with the arguments of Liger Kernel and of transformers' ``apply_rotary_pos_emb``.
 
     Args:
         q: [B, H, T, D], or [B, T, H, D] if ``unsqueeze_dim`` is 2.
