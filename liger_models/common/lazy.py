@@ -21,7 +21,7 @@ _EXPORTS: dict[str, list[str]] = {}
 
 
 class _Nearest(MetaPathFinder):
-    """Import hook that suggests the most similar name if the name in ``from package import name`` is unknown.
+    """Import hook that suggests the most similar name if ``name`` in ``from package import name`` is unknown.
 
     If a package lacks an attribute, Python searches for a module with this name and discards the error message of the
     package's ``__getattr__``. The hook therefore raises its own error during this search.

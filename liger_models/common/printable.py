@@ -18,5 +18,5 @@ def printable(text: str) -> str:
 
 
 def show_warnings_as_lines() -> None:
-    """Make this process print all later warnings in one line, through `printable`, without file and line number."""
+    """Make this process print each later warning as one line, through `printable`, without file and line number."""
     warnings.showwarning = lambda message, *_, **__: print(printable(f"warning: {message}"), file=sys.stderr)

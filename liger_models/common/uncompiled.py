@@ -11,7 +11,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: Function) -> Function:
-    """Like the decorator `torch.compiler.disable`, but without importing the compiler unless it is already imported."""
+    """Decorate like `torch.compiler.disable`, but do not import the compiler if nothing else has imported it."""
     disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)

@@ -122,7 +122,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Sum x [R, ...] over the ranks. Rank r gets element r of the sum, [...]. This function is not differentiable."""
+    """Sum x [R, ...] over the ranks. Rank r gets element r [...] of the sum. This function is not differentiable."""
     return REDUCE_SCATTER(x, group.name)
 
 

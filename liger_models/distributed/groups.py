@@ -100,8 +100,8 @@ class ParallelGroups:
     def gather_logits(self, logits: Tensor | None) -> Tensor | None:
         """Gather the logits [B, T / R, V] of each rank's tokens into the logits [B, T, V] of all tokens.
 
-        Each rank's gradient is multiplied by R. The mean of these gradients over the ranks is then the gradient of the
-        gathered logits.
+        Each rank's part of the gradient is multiplied by R. When parameter gradients are later averaged over the ranks,
+        the result is therefore the gradient for all tokens.
         """
         if logits is None or self.context is None:
             return logits

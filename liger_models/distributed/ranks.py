@@ -64,8 +64,8 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
 def long_work(name: str) -> Iterator[None]:
     """Return a context manager in which ranks may work for longer than the process group's timeout.
 
-    On exit, every rank waits until all ranks have exited. It stops waiting if the ranks that are still working are no
-    longer alive. An exception that was raised inside the context is raised again after this wait.
+    On exit, every rank waits until all ranks have exited. A rank stops waiting if the ranks that are still working are
+    no longer alive. An exception that was raised inside the context is raised again after this wait.
 
     Args:
         name: identifier of the work; must be the same on all ranks.
@@ -103,7 +103,7 @@ def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
 
     Raises:
         TimeoutError: rank 0 did not call this function within the process group's timeout, or has ended.
-        ConnectionError: rank 0 has ended, and the store with it.
+        ConnectionError: rank 0, which holds the store, has ended.
     """
     if world_size() == 1:
         return work()

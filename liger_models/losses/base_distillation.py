@@ -26,7 +26,7 @@ class FusedDivergence(FusedLinearLoss):
     """
 
     divergence: ClassVar[str]
-    """Name of the divergence, as `linear_divergence` accepts it."""
+    """Name of the divergence: one of the names that `linear_divergence` accepts."""
 
     def __init__(
         self, temperature: float, teacher_softcap: float | None, teacher_logit_scale: float, **head: Any

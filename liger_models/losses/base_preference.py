@@ -165,7 +165,7 @@ class PreferenceLoss(FusedLinearLoss):
             return self._sequence_log_probs(ref_log_probs, target)
 
     def _mean_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the mean of each sequence's logits, [B], from the means of x and the weight, without the logits."""
+        """Compute the mean of each sequence's logits, [B], from the means of x and weight, without computing logits."""
         # The mean of x · Wᵀ over tokens and vocabulary is the product of two means: of x over tokens, and of W over the
         # vocabulary.
         with torch.no_grad():

@@ -390,7 +390,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         return (rate + k * log_w - rate * log_w.exp()).exp()
 
     def _kl(self, difference: Tensor) -> Tensor:
-        """Estimate the KL divergence of each token from l − l_ref, [B, T]."""
+        """Estimate the KL divergence [B, T] for each token, given the difference l − l_ref [B, T]."""
         if self.kl_estimator == "k1":
             return difference
         if self.kl_estimator == "k2":

@@ -99,7 +99,7 @@ class LigerFusedLinearJSD(FusedDivergence):
 
 
 class LigerJSD(nn.Module):
-    """Generalized Jensen-Shannon divergence of log-probabilities, averaged over the rows that are not ignored.
+    """Generalized Jensen-Shannon divergence, from log-probabilities, averaged over the rows that are not ignored.
 
     Args:
         beta: β in [0, 1]. 0 gives the forward KL divergence KL(p ‖ q), and 1 gives the reverse KL divergence KL(q ‖ p).

@@ -97,7 +97,7 @@ def plan_memory(
     moments_8bit: bool = False,
     calibrate: Mapping[str, Any] | None = None,
 ) -> MemoryPlan:
-    """Plan the fastest training step whose estimated peak fits into a budget with a margin.
+    """Plan the fastest training step whose estimated peak memory fits, with a margin, into a budget.
 
     The plan chooses a checkpointing policy for each block, the number of blocks that offload their activations, the
     number of blocks whose moments are kept in host memory, and whether the optimizer steps during the backward. None of
@@ -208,7 +208,7 @@ def _plan(search: Search, candidate: Candidate, budget: int) -> MemoryPlan:
 
 
 def usable_share(model: Decoder) -> float:
-    """Return the fraction of the budget that the estimated peak of a model may take."""
+    """Return the fraction of the budget that a model's estimated peak memory may take."""
     return SHARE if model.visual is None else SHARE_WITH_IMAGES
 
 

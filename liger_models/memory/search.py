@@ -63,7 +63,7 @@ class Case(NamedTuple):
 
 
 class Search:
-    """Finds the fastest candidate that fits, and the candidate with the smallest peak.
+    """Finds the fastest candidate that fits into memory, and the candidate with the smallest peak memory.
 
     Args:
         memory: the estimate of a step's memory.
@@ -192,7 +192,7 @@ class Search:
             self.fastest = Candidate(best_stay, best_away, case.offload, int(host_counts[best]), in_backward)
 
     def _peaks(self, case: Case, away: Tensor, freed: Tensor, in_backward: bool) -> tuple[Tensor, Tensor]:
-        """Compute two tables [H, A] of peaks: while activations exist, and after activations are freed.
+        """Compute two tables [H, A] of peaks: one while activations exist, and one after activations are freed.
 
         The first table does not include the bytes that stay on the device; the caller adds them. The peaks in the
         second table occur at the end of the backward or when the optimizer steps. The larger of the two peaks must
@@ -322,7 +322,7 @@ def host_blocks(blocks: int, count: int, offloaded: Collection[int]) -> tuple[in
 
 
 def _pareto(sums: Tensor) -> Tensor:
-    """Sort the sums [N, columns] by time, and drop sums for which a faster sum does not have more bytes.
+    """Sort the sums [N, columns] by time, and drop each sum if there is a faster sum with at most as many bytes.
 
     With one comparison per sum, the function drops most of these sums, but not all.
     """

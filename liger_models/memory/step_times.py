@@ -21,8 +21,7 @@ FLOPS, LINK, BANDWIDTH, LAUNCH = 620e12, 53e9, 4e12, 2e-5
 and seconds to launch the update of a parameter. They were measured on an H200 in bf16 (benchmarks/results). A plan
 depends only on the ratios of these numbers."""
 BOTH_WAYS = 4 / 3
-"""Factor by which copies in both directions at once are slower: 40 GB/s instead of 53 GB/s in each direction.
-"""
+"""Factor by which copies take longer if they run in both directions at once: 40 instead of 53 GB/s per direction."""
 MEASURED_STEPS = 3
 
 
@@ -35,7 +34,7 @@ class StepTimes(NamedTuple):
         rest: seconds that the rest of the model takes in the forward and the backward of a batch.
         recomputed: for each policy, the seconds that the backward of each block needs for recomputation.
         update: seconds that the optimizer's step takes.
-        launches: additional seconds that the optimizer's step takes during the backward.
+        launches: additional seconds that the optimizer's step takes if it runs during the backward.
         link: bytes per second of copies in one direction between device and host.
         accumulate: number of batches in an optimizer step.
     """

@@ -105,7 +105,7 @@ def scans_kernel(
     DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_OUT: tl.constexpr,
     HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Run both scans of the backward, each in half of the programs. The scans do not depend on each other.
+    """Run the two scans of the backward, each in half of the programs. The scans do not depend on each other.
 
     The programs of the longer scan come first. On an H200, this launch takes 0.8 times as long as two successive
     launches.
@@ -128,7 +128,7 @@ def scans_kernel(
 
 @triton.jit
 def _tile(tensor, i, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load a tile [ROWS, COLUMNS] of matrix i through a descriptor of a tensor of matrices.
+    """Load a tile [ROWS, COLUMNS] of matrix i through the descriptor of a tensor that holds many matrices.
 
     Elements outside the matrix are 0.
     """
@@ -253,7 +253,7 @@ def _store_gradient(
     ptr, dx, x, norm, inside, row_size: tl.constexpr, DK: tl.constexpr, C: tl.constexpr, BLOCK_K: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient of x, which is q or k.
+    """Store the gradient of x, where x is q or k.
 
     ``norm`` is the inverse L2 norm of x, and ``dx`` is ``norm`` multiplied by the gradient of x · norm.
     """

@@ -22,7 +22,7 @@ def load_rows(ptr, rows, stride, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def inverse_norms(x, NORMALIZE: tl.constexpr, EPS: tl.constexpr):
-    """Compute 1 / |x| for each row, [rows], or return 1 without NORMALIZE."""
+    """Compute 1 / |x| [rows] for each row of x. Without NORMALIZE, return 1."""
     wide = x.to(tl.float32)
     square = tl.sum(wide * wide, 1)
     return 1.0 / tl.sqrt(square + EPS) if NORMALIZE else tl.zeros_like(square) + 1.0
@@ -100,7 +100,7 @@ def _add_dots(sum, left, right, PRECISION: tl.constexpr):
 
 @triton.jit
 def _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, ROW: tl.constexpr):
-    """Load the running sums of g, β / |k| and 1 / |k| for 16 rows from ``ROW`` on."""
+    """Load three numbers for each of the 16 rows from ``ROW`` on: the running sum of g, β / |k|, and 1 / |k|."""
     rows = ROW + tl.arange(0, 16)
     norm = tl.load(k_norm_ptr + rows, mask=rows < count, other=0.0)
     beta = tl.load(factor_ptr + rows, mask=rows < count, other=0.0)
@@ -115,7 +115,7 @@ def _scale_block(products, left, right, keep):
 
 @triton.jit
 def _invert_block(m, PRECISION: tl.constexpr):
-    """Compute (I + M)⁻¹ of a diagonal block of M.
+    """Compute (I + m)⁻¹ for a diagonal block m [16, 16] of M.
 
     The inverse is built from the inverses of diagonal blocks of size 2, then of size 4, then of size 8.
     """

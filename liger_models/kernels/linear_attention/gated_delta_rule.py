@@ -88,9 +88,9 @@ BACK_STAGES = 2
 memory of a Hopper multiprocessor."""
 
 GRADIENT_WARPS, GRADIENT_STAGES, GRADIENT_COLUMNS = 4, 2, 64
-"""GRADIENT_COLUMNS is the maximum number of columns of v that the kernels for the other gradients process at a time.
-They also process at most half of v's columns at a time. On Hopper, four warps were faster than eight, both with
-unlimited registers and with at most 128 registers per thread."""
+"""GRADIENT_COLUMNS is the maximum number of columns of v that the kernels for the gradients within chunks process at a
+time. These kernels also process at most half of v's columns at a time. On Hopper, four warps were faster than eight,
+both with unlimited registers and with at most 128 registers per thread."""
 
 KEY_COLUMNS = 64
 """Number of columns of q and k in a block. Kernels process blocks of this size or of twice this size. Other sizes gave
@@ -309,7 +309,7 @@ class GatedDeltaRule(DeltaRule):
 
 
 def _matrices(x: Tensor, rows: int, columns: int) -> Any:
-    """Return a descriptor of a tensor of matrices, through which kernels load tiles [rows, columns] of one matrix."""
+    """Return a descriptor through which kernels load tiles [rows, columns] from a tensor x that holds many matrices."""
     if x.data_ptr() % 16 or any(not size or size * x.itemsize % 16 for size in x.stride()[:2]):
         x = x.clone(memory_format=torch.contiguous_format)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns])
@@ -343,7 +343,7 @@ def delta_outputs(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, need_out: boo
 
 
 def inverse_like(k: Tensor, v: Tensor) -> Tensor:
-    """Allocate A, the inverses of all chunks."""
+    """Allocate A, the inverse matrix of every chunk."""
     return k.new_empty(v.shape[2], k.shape[0] * k.shape[1], CHUNK)
 
 
@@ -558,7 +558,7 @@ def delta_transition(
     op: Callable[..., tuple[Tensor, ...]], k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normalize: bool,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute `gated_delta_transition` with ``op``, an op of a delta rule from `register_delta_rule`."""
+    """Compute `gated_delta_transition` with ``op``, the op of a delta rule that `register_delta_rule` returned."""
     (B, T, _, Dk), Hv = k.shape, v.shape[2]
     identity = torch.eye(Dk, device=k.device, dtype=torch.promote_types(k.dtype, torch.float32))
     first = last = None

@@ -333,7 +333,7 @@ def kimi_scans_kernel(
     BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_OUT: tl.constexpr, HAS_FINAL: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Run both scans of the backward, each in half of the programs, as in the gated delta rule."""
+    """Run the two scans of the backward, each in half of the programs, as in the gated delta rule."""
     programs = tl.num_programs(0) // 2
     program = tl.program_id(0)
     if program < programs:
@@ -363,7 +363,7 @@ def _store_gradient(
     out_ptr, raw_ptr, x_ptr, x_t, norm, along, count, row_size: tl.constexpr, C: tl.constexpr, DK: tl.constexpr,
     BLOCK: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient of x [C, DK], which is q or k.
+    """Store the gradient of x [C, DK], where x is q or k.
 
     ``norm`` is the inverse L2 norm of x. ``raw_ptr`` points to a matrix: the gradient of x · norm, multiplied by
     ``norm``. ``along`` is the dot product of each row of this matrix with the same row of x · norm.

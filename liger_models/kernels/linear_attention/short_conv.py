@@ -42,7 +42,7 @@ STEP_CHANNELS, STEP_WARPS = 128, 2
 
 
 def _inputs(x: Tensor, at: Tensor, document: Tensor, edges: Tensor, initial_state: Tensor | None, K: int) -> Tensor:
-    """Select x [1, T, C] at the tokens ``at``. Inputs before the start of a document come from its initial state."""
+    """Select x [1, T, C] at the tokens ``at``. Inputs before a document's start are from the initial state."""
     if not x.shape[1]:
         x = x.new_zeros(len(x), 1, x.shape[2])
     start = edges[document]
@@ -102,7 +102,7 @@ def short_conv_reference(
 
 @triton.jit
 def _before(x_ptr, initial_ptr, t, start, x_t, at_initial, inside, K: tl.constexpr, HAS_INITIAL: tl.constexpr):
-    """Load the inputs of token t in fp32. Before the start of the document, load them from the initial state."""
+    """Load the inputs of token t in fp32. If t is before the start of the document, the initial state holds them."""
     x = tl.load(x_ptr + t * x_t, mask=inside & (t >= start), other=0.0).to(tl.float32)
     if HAS_INITIAL:
         index = K - 1 + t - start
@@ -124,8 +124,7 @@ def _conv_kernel(
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_INITIAL: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Compute TOKENS consecutive tokens of CHANNELS channels per program. Every tensor in the kernel has shape
-    [CHANNELS]."""
+    """Compute TOKENS consecutive tokens of CHANNELS channels per program. All tensors in the kernel are [CHANNELS]."""
     n, start, _, first, last = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, TOKENS)
     if first == last:
         return

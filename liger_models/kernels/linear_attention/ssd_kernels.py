@@ -121,7 +121,7 @@ def scans_kernel(
     N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Run both scans of the backward, each in half of the programs. The scans do not depend on each other."""
+    """Run the two scans of the backward, each in half of the programs. The scans do not depend on each other."""
     programs = tl.num_programs(0) // 2
     program = tl.program_id(0)
     if program < programs:
@@ -207,7 +207,7 @@ def _head_gradients(
     H: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr,
     BLOCK_P: tl.constexpr, HAS_D: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a chunk's first or second tile, and the sums over pairs of the tile's tokens."""
+    """Compute the gradients for one of a chunk's two tiles, and the sums over the pairs of tokens in this tile."""
     TILE: tl.constexpr = C // 2
     BEGIN: tl.constexpr = 0 if FIRST else TILE
     index, columns = tl.arange(0, TILE), tl.arange(0, BLOCK_P)

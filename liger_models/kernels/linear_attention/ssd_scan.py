@@ -79,14 +79,14 @@ LEAST_COLUMNS = 64
 address of a narrower operand that does not move in the loop. Products are then wrong."""
 
 MOST_HEADS = 8
-"""Maximum number of heads of a group for which a program computes one product of B and C, and over which it sums the
-gradients of B and C."""
+"""Maximum number of heads of a group that a program processes. The program computes one product of B and C for these
+heads, and sums the gradients of B and C over these heads."""
 
 READ_WARPS, READ_STAGES, READ_COLUMNS = 4, 2, 64
 HEAD_WARPS, HEAD_STAGES = 4, 1
 WIDE_STATE, WIDE_WARPS = 64 * 1024, 8
-"""If a state has at least `WIDE_STATE` bytes, a program of the head gradients has `WIDE_WARPS` warps. Such a program
-needs at least half of the shared memory of an H200's multiprocessor, so no second program can run on the same
+"""If a state has at least `WIDE_STATE` bytes, a program of `head_gradients_kernel` has `WIDE_WARPS` warps. Such a
+program needs at least half of the shared memory of an H200's multiprocessor, so no second program can run on the same
 multiprocessor."""
 SHARED_WARPS, SHARED_STAGES = 4, 1
 SHARED_COLUMNS = 128

@@ -1,6 +1,6 @@
 """Step sizes and decays of recurrences with one decay per head.
 
-The step size δ and the logarithm g of the decay are computed in fp32 from the step d of a head::
+The step size δ and the logarithm g of the decay are computed in fp32 from d, one number per token and head::
 
     δ = clamp(softplus(d + bias), limits),   g = −exp(A) · δ
 

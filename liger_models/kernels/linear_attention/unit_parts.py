@@ -49,7 +49,7 @@ def _unit_parts_kernel(
     WIDTHS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TOTALS: tl.constexpr, SCALES: tl.constexpr,
     FIRST: tl.constexpr, PROGRAMS: tl.constexpr, TOKENS: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Move BLOCK elements of one part of TOKENS tokens from x to the part's output or, with BACK, from the output to x.
+    """Move BLOCK elements of one part (for TOKENS tokens) from x to the part's output or, with BACK, back to x.
 
     Part p has SIZES[p] columns per unit, which start at column STARTS[p] of the unit. For all units together, part p
     has WIDTHS[p] columns, which start at column COLUMNS[p] of output OUTPUTS[p]. This output has TOTALS[p] columns.

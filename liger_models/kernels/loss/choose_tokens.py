@@ -23,7 +23,7 @@ from liger_models.kernels.tiles import cdiv, contiguous_rows, exp, next_power_of
 
 BLOCK = 4096
 SHARE = 8192
-"""Maximum number of tokens that a program reads per step, and number of tokens that a program reads in all."""
+"""Maximum number of vocabulary entries that a program reads per step, and number of entries that it reads in all."""
 
 
 def choose_tokens_reference(

@@ -86,7 +86,7 @@ class LossOptions(NamedTuple):
 
 
 class TokenStatistics(NamedTuple):
-    """Per-token results of one pass over the logits, [N] float32 except as noted.
+    """Per-token results of one pass over the logits. Fields are [N] float32 unless noted otherwise.
 
     Attributes:
         lse: [N, 2] float32, max z and Σ exp(z − max z).

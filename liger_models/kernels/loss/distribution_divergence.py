@@ -148,7 +148,7 @@ def _terms(
     student: Tensor, teacher: Tensor, factors: Tensor, kind: str, beta: float, eps: float, *,
     terms: bool = False, gradient: Tensor | None = None, upstream: Tensor | None = None, sums: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Launch the kernel for distributions [N, V]. Rows whose factor is 0 are not read.
+    """Launch the kernel that computes the terms of distributions [N, V]. Rows whose factor is 0 are not read.
 
     Args:
         factors: [N], the weight of each row's terms in the loss.

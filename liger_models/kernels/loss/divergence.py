@@ -66,8 +66,8 @@ MAX_BLOCK = 8192
 NORM_FLOOR = 1e-12
 
 TOGETHER = 4
-"""Number of chunks whose gradients one matrix product multiplies. In half precision, the gradient of a chunk takes a
-quarter of the memory that the fp32 logits of both models take."""
+"""Number of chunks whose gradients are multiplied in one matrix product. In half precision, the gradient of a chunk
+takes a quarter of the memory that the fp32 logits of both models take."""
 
 
 class DivergenceOutput(NamedTuple):
@@ -213,13 +213,13 @@ def _row_statistics(
     NORM_FLOOR, KIND: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_SOFTCAP: tl.constexpr,
     LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute D of a row, and the numbers from which its gradient is computed.
+    """Compute D of a row, and the numbers from which the gradient of D is computed.
 
     These numbers are: the maximum and the log-sum-exp of the student's logits, and of the teacher's logits; Σ ``a``;
     and the student's log-sum-exp at temperature 1. For cosine, norms take the place of log-sum-exps, and the cosine
     takes the place of Σ ``a``.
     """
-    # In a first read of both rows, compute the online softmax of each row or, for cosine, three dot products.
+    # In a first read of both models' rows, compute the online softmax of each row or, for cosine, three dot products.
     columns = tl.arange(0, BLOCK)
     s_max, s_total, hard_total = LOWEST, 0.0, 0.0
     t_max, t_total = LOWEST, 0.0

@@ -173,8 +173,8 @@ SHARD = Argument(
 """Represents a `VocabShard` by arguments of an op. The default values mean that the vocabulary is not sharded."""
 
 IGNORED = -100
-"""Replaces ``ignore_index`` in local targets, where -1 marks a target of another rank. ``ignore_index`` itself may be
--1."""
+"""Value that replaces ``ignore_index`` in local targets, where -1 marks a target of another rank. ``ignore_index``
+itself may be -1."""
 
 
 class LinearCrossEntropyInputs(NamedTuple):

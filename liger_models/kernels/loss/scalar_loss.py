@@ -60,8 +60,7 @@ def scale_(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def scaled(gradients: Sequence[Tensor], factor: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
-    """Scale gradients in place, and cast them to ``dtypes``. A gradient that already has its target dtype is not
-    copied.
+    """Scale gradients in place, and cast them to ``dtypes``. Gradients that already have this dtype are not copied.
 
     The gradients must be tensors that nothing else uses.
     """
@@ -131,8 +130,7 @@ def fused_loss_fake(x: Tensor, weight: Tensor, needs: HeadNeeds) -> tuple[HeadGr
 
 
 def gradients_fake(x: Tensor, weight: Tensor, needs: HeadNeeds) -> HeadGradients:
-    """Return fake gradients of x, weight and bias for an op that computes per-token losses, in the dtypes of the
-    inputs."""
+    """Return fake gradients of x, weight and bias, in their dtypes, for an op that computes per-token losses."""
     return HeadGradients(
         torch.empty_like(x, memory_format=torch.contiguous_format) if needs.x else x.new_empty(0),
         weight.new_empty(weight.shape if needs.weight else 0),

@@ -4,7 +4,7 @@
 
     score_t = z_t − log E_t,   E_t = −log(1 − u_t),   u_t = (hash(seed, step, t) + ½) / 2³²
 
-E is exponentially distributed. Consider one exponential clock per token, with the rate exp(z_t): the clock of token t
+E is exponentially distributed. Imagine one exponential clock per token, with the rate exp(z_t): the clock of token t
 rings first with probability softmax(z)_t, and log E_t − z_t is the logarithm of the time at which it rings. The random
 numbers are hashes. Rows are therefore independent of each other, and all devices get the same numbers up to rounding.
 
@@ -34,7 +34,7 @@ def _hash(x: Tensor) -> Tensor:
 
 
 def exponential_noise(seeds: Tensor, step: int | Tensor, vocab_size: int) -> Tensor:
-    """Compute E [B, V] fp32 in plain PyTorch.
+    """Compute the exponential noise E [B, V] fp32 in plain PyTorch.
 
     Args:
         seeds: [B] int64, not negative.

@@ -144,9 +144,9 @@ def store_rows(
     y, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS: tl.constexpr, ACT: tl.constexpr,
     RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add low-rank term and bias to sums [ROWS, COLUMNS], and store the sums. With an ACT, also store act(gate) · up.
+    """Add the low-rank term and the bias to the sums [ROWS, COLUMNS], and store the sums.
 
-    The tile of sums is transposed: its columns are the M rows of the result.
+    The tile of sums is transposed: its columns are the M rows of the result. With an ACT, also store act(gate) · up.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS).to(tl.int64)

@@ -68,8 +68,8 @@ from liger_models.kernels.moe.permutation import MAX_COPIES, MAX_EXPERTS, permut
 from liger_models.kernels.tiles import next_power_of_2
 
 ACT_BLOCK = 1024
-"""Number of pairs of gate and up per step of the activation's kernels. A program loops over a whole row, because the
-gradient of the routing weight is a sum over the row."""
+"""Number of (gate, up) pairs that the activation's kernels process per step. A program loops over a whole row, because
+the gradient of the routing weight is a sum over the row."""
 
 
 def moe_mlp_reference(
@@ -254,7 +254,8 @@ def _act_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch the kernel of the activation's backward, and return ``(d_gate_up, weighted product, d_weights)``.
 
-    The weighted product overwrites g. Results that are not needed are None. ``d_rows`` is needed if down has a bias.
+    The weighted product overwrites g. Results that are not needed are None. ``d_rows`` is needed if the down projection
+    has a bias.
     """
     S, F = gate_up.shape[0], gate_up.shape[1] // inputs_of(act)
     d_gate_up = (gate_up if overwrite_gate_up else torch.empty_like(gate_up)) if need_d_gate_up else None

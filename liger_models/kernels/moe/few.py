@@ -55,7 +55,7 @@ ROW_WARPS = 2
 
 DENSE_ROW_BLOCKS = 16, 256
 DENSE_ROW_WARPS = 4
-"""The same numbers for dense matrices of gate and up, which have more rows than the matrices of down."""
+"""The same three numbers for a single row and dense gate and up matrices, which have more rows than down matrices."""
 
 
 @triton.jit
@@ -328,7 +328,7 @@ def _launch(
     rows: Tensor, weight: Any, where: Tensor, results: int, K: int, *, is_sorted: bool, one_row: bool = False,
     act: str = "", limit: float = 0.0, bias: Tensor | None = None, is_early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Launch a kernel that computes each result s as the product of row s // K and the transposed matrix of the expert.
+    """Launch a kernel that computes each result s as the product of row s // K and its expert's transposed matrix.
 
     With ``is_early``, the weight must be dense, and the previous launch must be for dense matrices and the same token.
     """

@@ -155,7 +155,7 @@ def _qk_norm_rope_backward_kernel(
     INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr,
     HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, STORE_DW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the backward for a chunk of heads of several tokens per program, and sum the weight gradients."""
+    """In each program, compute the backward of one chunk of heads for several tokens, and sum the weight gradients."""
     H: tl.constexpr = G * GROUP
     W: tl.constexpr = D if WHOLE else 0
     chunk = tl.program_id(0) % CHUNKS

@@ -148,7 +148,7 @@ def _qkv_norm_rope_backward_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, STORE_DW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the backward for a chunk of heads of several tokens per program, and sum the weight gradients."""
+    """In each program, compute the backward of one chunk of heads for several tokens, and sum the weight gradients."""
     chunk = tl.program_id(0) % CHUNKS
     program = (tl.program_id(0) // CHUNKS).to(tl.int64)
     slot, group, member, inside = _slots(chunk, G, GROUP, PARTS, ROWS)

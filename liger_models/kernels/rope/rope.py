@@ -93,7 +93,7 @@ def choose(condition, a, b):
 def load_angles(
     cos_ptr, sin_ptr, batch, position, table_b, table_t, HALF: tl.constexpr, BLOCK: tl.constexpr, INVERSE: tl.constexpr
 ):
-    """Load cos and sin of a token or, with INVERSE, of the opposite angle, [1, BLOCK] each, in fp32."""
+    """Load cos and sin of a token's angles or, with INVERSE, of the opposite angles, [1, BLOCK] each, in fp32."""
     pair = tl.arange(0, BLOCK)[None, :]
     entry = batch * table_b + position * table_t + pair
     cos = tl.load(cos_ptr + entry, mask=pair < HALF, other=1.0).to(tl.float32)
