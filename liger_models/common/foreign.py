@@ -1,4 +1,4 @@
-"""Keyword arguments of transformers that this package lacks or names differently, and how each is translated."""
+"""Keyword arguments of transformers that this package lacks or names differently, each with a translation or advice."""
 
 import difflib
 import functools

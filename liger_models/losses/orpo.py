@@ -111,7 +111,7 @@ class LigerFusedLinearORPOLoss(PairLoss):
 
         Args:
             nll_target: [2·pairs, T] targets for the NLL if they differ from ``target``, for example because the NLL
-                includes the prompt. Only the first half is read, which belongs to the chosen sequences. With
+                includes the prompt. Only the first half, which belongs to the chosen sequences, is read. With
                 ``nll_target``, the head runs a second time on the chosen sequences.
             Others: as in `LigerFusedLinearDPOLoss.forward`.
         """

@@ -109,8 +109,8 @@ def accept_drafts(
 
     Args:
         chosen: [rows, k + 1] int64, the model's choices.
-        tokens: [rows, k + 1] int64, contiguous. For each row, the last token, which is overwritten, followed by the
-            drafts.
+        tokens: [rows, k + 1] int64, contiguous. Each row consists of the row's last token, which is overwritten, and
+            the drafts.
         agree: [rows, k] bool, whether each draft may be accepted; None to compare each draft with the model's choice.
         stops: [rows, S] int64, the stop tokens of each row, padded with −1.
         lengths: [rows] int32, number of cached tokens of each row; overwritten.

@@ -20,8 +20,8 @@ backward must recompute the logits, and four matrix products are needed in total
 exp(z − max z), and H. If the entropy is not requested, the per-token op of `linear_cross_entropy` runs instead.
 
 If the loss is a sum over sequences or over pairs of sequences, `loss_of_log_probs` does not recompute the logits. As
-soon as the log-probabilities of a sequence or pair are known, it computes their gradient, while the logits are still in
-memory.
+soon as the log-probabilities of a sequence or pair are known, the function computes their gradient, while the logits
+are still in memory.
 
 Source: https://arxiv.org/abs/2410.10989 (Liger Kernel, chunked losses).
 """

@@ -303,7 +303,7 @@ def _drops(order: Tensor, seed: Tensor | None, dropout: float, K: int) -> tuple[
 def _product(
     rows: Tensor, weight: Tensor, low_rank: LowRank | None, ends: Tensor, library: bool, drop_rows: Drop
 ) -> Tensor:
-    """Multiply each row by its expert's transposed matrix, and add any low-rank term: [S, in] -> [S, out]."""
+    """Multiply each row [in] by its expert's transposed matrix [out, in], and add the low-rank term if there is one."""
     if takes_few(rows, weight):
         out = few_product(rows, weight, ends)
     else:

@@ -55,7 +55,8 @@ ROW_WARPS = 2
 
 DENSE_ROW_BLOCKS = 16, 256
 DENSE_ROW_WARPS = 4
-"""The same three numbers for a single row and dense gate and up matrices, which have more rows than down matrices."""
+"""The same three numbers for a single row and a dense gate and up projection, which has more rows than a down
+projection."""
 
 
 @triton.jit
@@ -292,8 +293,8 @@ def _fits(weight: Weight) -> bool:
     """Return whether the kernels support the experts' matrices ``weight``.
 
     The kernels support dense matrices, NF4 with whole blocks per row, groups of 4-bit codes whose width `groups`
-    supports, and float8 if the GPU can convert float8. If float8 has one scale per block, `float8_blocks` must support
-    the width of the blocks. Other formats are not supported.
+    supports, and float8 if the GPU can convert float8. If float8 matrices have one scale per block, `float8_blocks`
+    must support the width of the blocks. Other formats are not supported.
     """
     if isinstance(weight, Tensor):
         return True

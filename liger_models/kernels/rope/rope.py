@@ -231,7 +231,7 @@ def tables(cos: Tensor | None, sin: Tensor | None, stand_in: Tensor) -> tuple[Te
     """Return ``(cos, sin, batch stride, position stride)``. The strides are the same for both tables.
 
     The batch stride is 0 if the tables have one row for the whole batch. Without tables, ``stand_in`` is returned
-    instead of each table. The kernel does not read it, because there are no pairs to rotate.
+    instead of each table. The kernel does not read ``stand_in``, because there are no pairs to rotate.
     """
     if cos is None or sin is None:
         return stand_in, stand_in, 0, 0
