@@ -37,7 +37,7 @@ def adapter_parameters(model: CausalLM) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def adapter_sums(model: CausalLM) -> dict[str, Tensor]:
-    """Return two sums, [2] fp64, over this rank's part of each adapter tensor. If a tensor changes, its sums change."""
+    """Map each adapter tensor's name to two sums over this rank's part, [2] fp64. A changed tensor has other sums."""
     return {name: _sums(local(parameter)) for name, parameter in adapter_parameters(model).items()}
 
 

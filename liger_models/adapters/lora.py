@@ -262,7 +262,7 @@ def unsupported_linears(model: nn.Module) -> list[str]:
 
 
 def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]:
-    """Map the path of each adaptable linear layer to the layer and the entry for its weight in the weight map."""
+    """Map the path of each linear layer that can have adapters to (the layer, its weight's entry in the weight map)."""
     entries = _entries(model)
     routers = [layer.router for layer in layers_of(model) if layer.router is not None]
     of_routers = {id(module) for router in routers for module in router.modules()}
@@ -310,7 +310,7 @@ def _check_adapted(function: str, model: nn.Module) -> None:
 
 
 def _entries(model: CausalLM) -> dict[str, Expression]:
-    """Return the entries of the weight map that has the names of PEFT's files."""
+    """Return the entries of the weight map for the names that modules have in PEFT's files."""
     return format_of(type(model)).module_map(model.config).entries
 
 
@@ -335,8 +335,7 @@ def expert_names(model: CausalLM) -> dict[str, str]:
 def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
     """Resolve the targets of ``config``.
 
-    The result contains the names of linear layers in the checkpoint and the names of experts' parameters in
-    transformers.
+    In the result, linear layers have their checkpoint names, and experts' parameters have their names in transformers.
 
     Args:
         names: the names, in the checkpoint, of the weights of all linear layers.
@@ -385,7 +384,7 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
 
 
 def _matched(target: str, modules: Mapping[str, str]) -> set[str]:
-    """Return the values of all keys that a regular expression matches in full."""
+    """Return the values of all keys that match the regular expression ``target`` in full."""
     try:
         pattern = Pattern(target)
         return {name for module, name in modules.items() if pattern.fullmatch(module)}
@@ -410,5 +409,5 @@ def _hint(target: str, names: list[str], experts: dict[str, str], model: CausalL
 
 
 def _some_experts(experts: Mapping[str, str]) -> str:
-    """Return the names of the experts' parameters without their layers, for an error message."""
+    """Return the names of the experts' parameters without the paths of their layers, for an error message."""
     return ", ".join(sorted({".".join(name.split(".")[-2:]) for name in experts.values()})) or "none here"

@@ -82,7 +82,7 @@ class Dropout(nn.Dropout):
 class LinearAdapters(nn.ModuleDict):
     """The adapters of a linear layer. The layer's weight [O, C] may consist of several checkpoint matrices.
 
-    The keys are the last components of the checkpoint matrices' names, such as ``q_proj``.
+    The keys of this dict are the last components of the checkpoint matrices' names, such as ``q_proj``.
 
     Args:
         linear: the layer.
@@ -303,7 +303,7 @@ class LoRALinear(nn.Linear, Layer):
         return self.weight if frozen is None else frozen.dense()
 
     def derived(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return A, s · B, and `LinearAdapters.dora_scale` or None. Decoding computes them once for all tokens."""
+        """Return A, s · B, and DoRA's `dora_scale` (None without DoRA). Decoding computes them once for all tokens."""
         return derive(self, dtype, lambda: self._derived(dtype))
 
     def _derived(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -340,7 +340,7 @@ class LoRALinear(nn.Linear, Layer):
             freeze(self, "weight", weight)
 
     def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """Return A [R, C] and s · B [O, R] in ``dtype``; None if switched off. Requires `is_low_rank`."""
+        """Return A [R, C] and s · B [O, R] in ``dtype``; None if adapters are switched off. Requires `is_low_rank`."""
         return self.derived(dtype)[:2] if self.lora.active else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -442,8 +442,8 @@ LoRALinear.parallel_kinds = {
 
 
 class LoRALMHead(LoRALinear, LigerLMHead):
-    """`LigerLMHead` with an adapter. In the fused loss, A x and s · B are r extra columns of the input and the
-    weight.
+    """`LigerLMHead` with an adapter. In the fused loss, A x becomes r extra columns of the input, and s · B becomes r
+    extra columns of the weight.
     """
 
     forward = LigerLMHead.forward

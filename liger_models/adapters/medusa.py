@@ -252,7 +252,7 @@ class LigerMedusa(nn.Module):
         return result
 
     def draft_logits(self, hidden: Tensor, index: int) -> Tensor:
-        """Return the logits [..., V] of one head, ``index`` 0 ... K − 1, for the last hidden states [..., C].
+        """Return the logits [..., V] of the head ``index`` (0 to K − 1) for the last hidden states [..., C].
 
         The model's own head predicts the next token, and the head with index 0 predicts the token after that.
         """
@@ -288,7 +288,7 @@ class LigerMedusa(nn.Module):
         return x[..., : self.model.config.hidden_size]
 
     def _rows(self, x: Tensor) -> list[Tensor]:
-        """Return each head's input of the shared projection, given the input of the model's own head."""
+        """Return what each head passes to the shared projection, given the input of the model's own head."""
         hidden, columns = self._hidden(x), x[..., self.model.config.hidden_size :]
         return [torch.cat([head(hidden), columns], -1) if columns.numel() else head(hidden) for head in self.heads]
 

@@ -149,7 +149,7 @@ class LigerMTP(nn.Module):
         return {name: weight for name, weight in self.named_parameters() if not name.startswith("model.")}
 
     def _layouts(self) -> list[dict[str, tuple[Expression, dict[str, str]]]]:
-        """For each checkpoint layout, map our names to (expression, map from the expression's names to stored ones)."""
+        """For each checkpoint layout, map our names to (expression, map from its names to stored names)."""
         layouts = []
         for weights in format_of(type(self.model)).weight_maps(self._sizes):
             layout: dict[str, tuple[Expression, dict[str, str]]] = {}

@@ -154,7 +154,8 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
 
     Raises:
         FileNotFoundError: one of the two files is missing.
-        ValueError: the adapters have another type, or belong to another model. In this case, the model does not change.
+        ValueError: the adapters have a form that is not supported, or belong to another model. In this case, the model
+            does not change.
     """
     folder = Path(folder)
     check_complete(folder, CONFIG)
@@ -189,7 +190,7 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
 
 
 def _read_config(file: Path, model: CausalLM, tensors: Mapping[str, Tensor]) -> LoRAConfig:
-    """Read an adapter_config.json without the targets that the model lacks. Raises ValueError like `load_adapter`."""
+    """Read an adapter_config.json, and drop the targets that the model lacks. Raises ValueError like `load_adapter`."""
     # Raise an error for features that are not implemented.
     keys = read_json(file)
     if keys.get("peft_type") != "LORA" or keys.get("bias", "none") != "none":

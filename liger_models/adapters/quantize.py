@@ -1,4 +1,4 @@
-"""Quantization of the frozen weights of linear layers, with adapters (QLoRA) or without, and of routed experts."""
+"""Quantization of frozen weights: of linear layers, with adapters (QLoRA) or without, and of routed experts."""
 
 from typing import Any, TypeVar
 
@@ -92,7 +92,7 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
 
 
 def quantized_layers(model: nn.Module) -> list[LoRALinear]:
-    """Return the linear layers with adapters that `quantize_base` quantizes."""
+    """Return the adapted linear layers that `quantize_base` quantizes."""
     layers = adapted_layers(model).items()
     return [layer for path, layer in layers if path != "lm_head" and isinstance(layer, LoRALinear)]
 
@@ -112,6 +112,6 @@ def quantized_experts(model: nn.Module) -> list[Weight]:
 
 
 def quantized_bytes(weight: Weight, dtype: str) -> int:
-    """Return the number of bytes that a weight [O, C], or this rank's experts [X, O, C], would take in a format."""
+    """Return the number of bytes that a weight [O, C], or this rank's experts [X, O, C], takes in a format."""
     weight = local(weight) if isinstance(weight, Tensor) else weight
     return FORMATS[dtype].nbytes(weight.shape, weight.dtype)

@@ -86,7 +86,7 @@ def unpack_projections(model: nn.Module) -> "UnpackedModel":
 
 
 class UnpackedLMHead(Layer):
-    """A `LigerLMHead` that is not an `nn.Linear`, which PEFT would replace by a layer without the loss."""
+    """A `LigerLMHead` that is not an `nn.Linear`. PEFT would replace an `nn.Linear` by a layer without the loss."""
 
     forward = LigerLMHead.forward
     operands, product, with_bias = LigerLMHead.operands, LigerLMHead.product, LigerLMHead.with_bias
@@ -563,7 +563,7 @@ class UnpackedModel(Node):
 
 
 def _layers_inside(module: nn.Module) -> list[str]:
-    """Return the paths of the layers in a node of `modules_to_save`; none if it also holds other parameters."""
+    """Return the paths of the layers in a node of `modules_to_save`; [] if the node also holds other parameters."""
     node = getattr(module, "original_module", None)
     if not isinstance(node, Node):
         return []
@@ -626,7 +626,7 @@ def _peft_config_class(config_class: type, model_type: str) -> type:
 
 
 def _stored_vocabulary(base: str) -> SimpleNamespace:
-    """Return the ``vocab_size`` of a folder or hub repository. When PEFT saves, it compares this with the model's."""
+    """Return the ``vocab_size`` in a folder or hub repository. On saving, PEFT compares it with the model's value."""
     file = Path(base) / CONFIG
     keys = read_json(file if file.is_file() else Path(hf_hub_download(base, CONFIG)))
     return SimpleNamespace(vocab_size=keys.get("text_config", keys)["vocab_size"])

@@ -79,7 +79,7 @@ class RowOrder:
 
     @staticmethod
     def _is_regular(first_rows: Tensor, lengths: Tensor, groups: int) -> bool:
-        """Whether runs with these first joined rows and lengths form groups that have one run of each matrix."""
+        """Whether runs, given by their first joined rows and lengths, form groups that have one run of each matrix."""
         first_rows, lengths = first_rows.view(groups, -1), lengths.view(groups, -1)  # [groups, matrices]
         group_lengths = lengths[0]
         starts = F.pad((groups * group_lengths).cumsum(0)[:-1], (1, 0))  # the first joined row of each matrix

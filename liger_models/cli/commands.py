@@ -485,7 +485,7 @@ def recipe(
     """Write a file of options for **train** with which a model should fit into the memory of one GPU.
 
     Reads config.json only. The memory is an estimate without the activations of images. For models with images, a fifth
-    of the memory is left for these.
+    of the memory is left free, mainly for the images' activations.
     """
     import torch
 

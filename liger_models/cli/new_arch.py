@@ -166,7 +166,7 @@ def _transformers(name: str) -> Any:
 
 
 def _added(config: Any, hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of an architecture that transformers' config has but config.json lacks."""
+    """Return the architecture's own settings in transformers' config that config.json lacks."""
     every = importlib.import_module("transformers").PretrainedConfig().to_dict()
     return {key: value for key, value in config.to_dict().items() if key not in hf and key not in every}
 

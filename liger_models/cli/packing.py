@@ -196,7 +196,7 @@ def _narrow(config: Any, divisor: int) -> Any:
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """Describe the layers of a block. Blocks that treat documents in the same way have equal results."""
+    """Describe the layers of a block. Blocks that treat documents in the same way have equal descriptions."""
     kinds = []
     for path, layer in named_layers(block):
         spec = layer.attention
@@ -208,10 +208,10 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
 def check_packing(model: CausalLM, lengths: tuple[int, ...] = LENGTHS) -> Iterator[Check]:
     """Compare documents in a packed row with the same documents alone.
 
-    Each document's logits, and the gradients of its embeddings, must be the same packed and alone. The gradients of a
-    document's logits with respect to the embeddings of all other documents must be exactly 0, so a leak is found even
-    if it is smaller than rounding errors. The loss and the gradients of the parameters must equal the sums over the
-    documents. Within `deterministic_forward`, logits must be bitwise identical.
+    Each document's logits, and the gradients of its embeddings, must be the same in the packed row and alone. The
+    gradients of a document's logits with respect to the embeddings of all other documents must be exactly 0, so a leak
+    is found even if it is smaller than rounding errors. The loss and the gradients of the parameters must equal the
+    sums over the documents. Within `deterministic_forward`, logits must be bitwise identical.
 
     Args:
         model: the model. The gradients of its parameters are overwritten.
@@ -284,7 +284,7 @@ def _compare(
     limit: float,
     exact: bool,
 ) -> Check:
-    """Compare a document's logits [1, T, V] and gradients [1, T, C] in the packed row and alone."""
+    """Compare a document's logits [1, T, V] and gradients [1, T, C] between the packed row and the document alone."""
     logits_error, error = relative_error(packed, alone), relative_error(*gradients)
     same = torch.equal(packed, alone) if exact else logits_error <= limit
     words = "bit for bit" if exact and same else f"{logits_error:.1e}"
@@ -311,8 +311,8 @@ def _loss(model: CausalLM, ids: Tensor, bounds: Tensor, spans: list[slice], limi
 
 
 def _parameters(model: CausalLM, norms: dict[str, Tensor], limit: float) -> Check:
-    """Compare the parameters' gradients. ``norms`` has the norms in the packed row, and ``grad`` has the
-    differences.
+    """Compare the parameters' gradients. ``norms`` has the gradients' norms in the packed row. The attribute ``grad``
+    of each parameter has the difference.
     """
     total = math.sqrt(sum(float(norm) ** 2 for norm in norms.values()))
     elements = sum(model.get_parameter(name).numel() for name in norms)

@@ -157,7 +157,7 @@ class LigerCache(Cache):
 
         Raises:
             ValueError: ``tokens_to_remove`` is positive, which transformers' caches also refuse; or the cache holds
-                states of linear attention, from which tokens cannot be removed.
+                linear-attention states, from which tokens cannot be removed.
         """
         if tokens_to_remove > 0:
             raise ValueError(

@@ -147,8 +147,8 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
                 classes at once), according to ``problem_type`` in the configuration.
             num_items_in_batch: number by which the summed loss is divided, for a step of several batches or ranks. By
                 default, this is the number of labels that are not -100.
-            Others: as in `LigerForCausalLM.forward`. The scored token is the last one that is not ``pad_token_id``, or
-                the last row of ``inputs_embeds``.
+            Others: as in `LigerForCausalLM.forward`. The scored token is the last one that is not ``pad_token_id`` or,
+                with ``inputs_embeds``, the last one of the row.
 
         Returns:
             ``SequenceClassifierOutputWithPast`` with ``logits`` [B, num_labels]; without ``return_dict`` a tuple.

@@ -137,7 +137,7 @@ def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -
 
 
 def _is_tied(decoder: CausalLM) -> bool | None:
-    """Return whether the head shares the embedding's weight; None if PEFT replaced either or the head is unused."""
+    """Return whether the head shares the embedding's weight; None if PEFT replaced either one or the head is unused."""
     head, embedding = decoder.lm_head, decoder.embed_tokens
     if "weight" not in head._parameters or "weight" not in embedding._parameters:
         return None
@@ -203,7 +203,7 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Return whether configurations, or values in them, are equal. Their own ``==`` may fail to read some fields."""
+    """Return whether configurations, or values in them, are equal. The ``==`` of configurations may ignore fields."""
     if isinstance(one, PreTrainedConfig) and type(one) is type(other):
         return _equal(vars(one), vars(other))
     if isinstance(one, dict) and isinstance(other, dict):

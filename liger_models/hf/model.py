@@ -627,9 +627,9 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
             num_items_in_batch: number by which the summed loss is divided. A custom loss function gets it as an
                 argument.
             inputs: pixels and the tensors that describe them; ``cu_seq_lens_q`` and related arguments, or
-                ``cu_seqlens``; ``routed_experts``, [B, T, H or L, K], the experts of each token, see `select_routing`;
-                ``shift_labels``, [B, T], which replace ``labels``; ``skip_logits``, whether to omit the logits if there
-                are labels. By default, the logits are omitted in training with gradients.
+                ``cu_seqlens``; ``routed_experts`` [B, T, H or L, K] (the experts of each token, see `select_routing`);
+                ``shift_labels`` [B, T] (which replace ``labels``); ``skip_logits`` (whether to omit the logits if there
+                are labels). By default, the logits are omitted in training with gradients.
 
         Returns:
             ``MoeCausalLMOutputWithPast``; without ``return_dict`` a tuple.

@@ -1,4 +1,4 @@
-"""Attention, computed by the first backend of a table that supports the call."""
+"""Attention: two tables list the backends, and the first one that supports a call computes it."""
 
 import itertools
 import math
@@ -73,7 +73,7 @@ class AttentionCall:
         q: [B, T, H, D].
         k, v: [B, S, G, D] and [B, S, G, V]; with ``layout.pages``, the pages [pages, P, G, D] and [pages, P, G, V].
         layout, scale, window, softcap, dropout, sinks: as in `attention`.
-        mask: the mask for this window, in a form that suits the call. It is empty for backends of `WITHOUT_MASK`.
+        mask: the mask for ``window``, in a form that suits the call. It is empty for backends of `WITHOUT_MASK`.
     """
 
     q: Tensor
@@ -306,7 +306,8 @@ def _causal_sinks(call: AttentionCall) -> Tensor:
 
 
 def _segments(call: AttentionCall) -> Tensor:
-    """Compute attention within segments: in one kernel, in one call per run of equal lengths, or with a mask.
+    """Compute attention within segments: in one kernel, with one call for each run of segments of equal length, or with
+    a mask.
 
     A compiled graph must work for all lengths, so it does not read the lengths of the segments. If no kernel
     supports segments, the graph uses a mask.
@@ -343,7 +344,7 @@ def _sorted(x: Tensor, segments: Segments) -> Tensor:
 
 
 def _varlen(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, segments: Segments, key_segments: Segments) -> Tensor:
-    """Run all segments in PyTorch's variable-length kernel."""
+    """Compute all segments in one call of PyTorch's variable-length attention."""
     from torch.nn.attention.varlen import varlen_attn
 
     window = (-1, -1)
@@ -363,7 +364,7 @@ def _varlen(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, segments: Segm
 def _by_run(
     call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, runs: list[tuple[tuple[int, int], int]], *, recurring: bool
 ) -> Tensor:
-    """Call SDPA once per run of segments of equal lengths.
+    """Call SDPA once for each run of consecutive segments of equal length.
 
     Args:
         call: the call.
@@ -394,7 +395,7 @@ def _by_run(
 def _by_mask(
     call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, segments: Segments, key_segments: Segments
 ) -> Tensor:
-    """Call SDPA once, with a mask over all queries and keys; q, k and v are as in `_by_run`."""
+    """Call SDPA once, with a mask for all pairs of a query and a key; q, k and v are as in `_by_run`."""
     query, key = (torch.arange(len(x), device=x.device, dtype=torch.int32) for x in (q, k))
     # `number_documents` is not used: its graph for a single segment does not work for other numbers of segments.
     of_query = torch.searchsorted(segments.cu_seqlens, query, right=True)
@@ -413,7 +414,7 @@ def _padded(x: Tensor, width: int) -> Tensor:
 
 
 def _of_one_width(q: Tensor, k: Tensor, v: Tensor, step: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad q, k [..., D] and v [..., V] with zeros to the larger width, rounded up to a multiple of ``step``."""
+    """Pad q, k [..., D] and v [..., V] with zeros to the larger of D and V, rounded up to a multiple of ``step``."""
     width = max(q.shape[-1], v.shape[-1])
     width += -width % step
     return _padded(q, width), _padded(k, width), _padded(v, width)
@@ -487,8 +488,8 @@ WITH_MASK: tuple[Backend, ...] = (
     (lambda call: call.softcap is not None or call.sinks is not None, _unfused),
     (lambda call: call.q.shape[1] == 1 and call.layout.cache is not None, _single_query),
 )
-"""Backends that read the mask, in pairs like the pairs of `WITHOUT_MASK`. `_plain`, which calls SDPA, computes all
-calls that no backend of the two tables supports."""
+"""Backends that read the mask, as pairs of functions like the pairs in `WITHOUT_MASK`. `_plain`, which calls SDPA,
+computes all calls that no backend of the two tables supports."""
 
 
 # SDPA and the unfused form
@@ -586,7 +587,8 @@ SETTINGS: tuple[tuple[SDPBackend, Callable[[], bool], Callable[[bool], None]], .
         (SDPBackend.OVERRIDEABLE, "overrideable"),
     )
 )
-"""For each backend of SDPA, a function that returns whether it is enabled, and a function that changes this.
+"""For each backend of SDPA, a function that returns whether the backend is enabled, and a function that enables or
+disables it.
 """
 
 

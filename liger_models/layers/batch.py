@@ -239,7 +239,7 @@ class BatchLayout:
         needed: bool,
         visible_until: Tensor | None,
     ) -> "Self":
-        """Return the layout for attention in chunks of ``size`` tokens; see ``chunks``.
+        """Return the layout for attention in chunks of ``size`` tokens; see `BatchLayout.chunks`.
 
         Args:
             size: number of tokens per chunk.

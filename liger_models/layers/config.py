@@ -210,7 +210,9 @@ class LateWindowDecoderConfig(RMSNormDecoderConfig):
 
 
 class GroupedExperts:
-    """Methods of a config with dense first layers, and later layers that choose experts from the best expert groups."""
+    """Methods for configs whose first layers are dense and whose later layers choose experts from the best expert
+    groups.
+    """
 
     @property
     def routing(self: Any) -> Routing:
@@ -286,7 +288,7 @@ PLAIN_ACTIVATIONS = ("quick_gelu", "gelu", "gelu_pytorch_tanh")
 
 
 def check_multiple(config: Any, **divisors: str) -> None:
-    """Raise ValueError unless the field that each keyword names is a multiple of the field that its value names."""
+    """For each keyword ``field="divisor"``, raise ValueError unless ``field`` is a multiple of ``divisor``."""
     for field, divisor in divisors.items():
         value, of = getattr(config, field), getattr(config, divisor)
         if value % of != 0:
@@ -317,5 +319,5 @@ def check_layer_types(
 
 
 def is_sliding(layer: int, layer_types: list[str] | None, *, default: bool) -> bool:
-    """Return whether a layer has an attention window, according to ``layer_types``; ``default`` if this is None."""
+    """Return whether ``layer_types`` gives the layer an attention window; ``default`` if ``layer_types`` is None."""
     return default if layer_types is None else layer_types[layer] == "sliding_attention"

@@ -298,7 +298,7 @@ class Decoder(nn.Module):
             self.initialize()
 
     def initialize(self) -> None:
-        """Call `reset_parameters`, and check that it gives every parameter its values.
+        """Call `reset_parameters`, and check that it initializes every parameter.
 
         Raises:
             ValueError: a parameter is not initialized.
@@ -662,7 +662,7 @@ class Decoder(nn.Module):
         return self.embed_tokens(self.groups.local_along_context(input_ids)), (B, T)
 
     def layout_inputs(self, input_ids: Tensor | None, embeds: Tensor, T: int) -> dict[str, Any]:
-        """Return ``layout_class``'s additional fields for rows of T tokens; ``embeds`` is for this rank's tokens."""
+        """Return ``layout_class``'s additional fields for rows of T tokens; ``embeds`` has only this rank's tokens."""
         return {}
 
     def layout(self, shape: tuple[int, int], embeds: Tensor, **options: Any) -> BatchLayout:
@@ -764,7 +764,7 @@ class Decoder(nn.Module):
         return CausalLMOutput(**output, loss=loss)
 
     def _apply_head(self, hidden: Tensor, request: HeadRequest, targets: LossTargets | None) -> tuple[Any, Any]:
-        """Return the loss or the log-probabilities of the targets, and the logits, both for this rank's tokens."""
+        """For this rank's tokens, return the loss or the log-probabilities of the targets, and also the logits."""
         if targets is None:
             kept = request.logits_to_keep
             return None, self.lm_head(hidden[:, -kept:] if kept else hidden)
@@ -802,7 +802,7 @@ class Decoder(nn.Module):
         return torch.stack(chosen, 1).to(torch.int16)
 
     def _share_experts(self, experts: Tensor, B: int, T: int) -> tuple[Tensor, ...]:
-        """Return this rank's part of ``routed_experts``, for R ranks: a tensor [B, T / R, K] for each layer."""
+        """Return this rank's part of ``routed_experts``: for each layer, a tensor [B, T / R, K] (with R ranks)."""
         routers, name = self.routers, type(self).__name__
         if not routers:
             raise ValueError(f"forward: routed_experts need layers with routed experts, got {name} without any.")
@@ -912,7 +912,7 @@ class Decoder(nn.Module):
 
 
 def _resets_itself(module: nn.Module) -> bool:
-    """Whether a subclass of a linear layer, an embedding or a layer with `Layer.draw` adds ``reset_parameters``."""
+    """Whether a linear layer, an embedding or a layer with `Layer.draw` has a subclass's own ``reset_parameters``."""
     if isinstance(module, nn.Linear | nn.Embedding):
         bases = (nn.Linear, nn.Embedding, LigerEmbedding)
         return type(module).reset_parameters not in [base.reset_parameters for base in bases]

@@ -77,7 +77,7 @@ class DerivedTensors:
 
 
 def num_derived() -> int:
-    """Return the number of tuples of tensors that the `DerivedTensors` in use holds; 0 if none is in use."""
+    """Return the number of `derive` results that the `DerivedTensors` in use holds; 0 if no instance is in use."""
     used = _USED.get()
     return 0 if used is None else len(used)
 

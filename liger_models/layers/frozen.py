@@ -1,15 +1,15 @@
 """The parameters of a layer whose weight is frozen and quantized, in any format of ``kernels/frozen/weight.py``.
 
 The layer's parameter holds the codes, and the submodule ``stored`` holds the other tensors of the format, as bytes.
-FSDP shards, gathers and offloads all of these tensors like other parameters, but without casts. For two of the
-formats::
+FSDP shards, gathers and offloads all of these tensors like other parameters, but without casts. In two of the formats,
+these tensors are::
 
     layer.weight             codes     NF4 [blocks, bytes of a block]    float8 [O, C]
     layer.stored.scales                NF4 [blocks, 1]                   float8 [O, bytes of the scales of a row]
     layer.stored.factors               NF4: factors, mean and table, [numbers, bytes of one]
 
 The matrices of routed experts are stored in the same way, with the experts in the first dimension. ``stored`` then
-holds the tensors for both parameters, under the parameters' names::
+holds the tensors for ``gate_up_weight`` and for ``down_weight``, under these names::
 
     layer.gate_up_weight                     codes     NF4 [X, O, C / 2]    float8 [X, O, C]
     layer.stored.gate_up_weight.scales                 [X, bytes of an expert's scales]
@@ -113,7 +113,7 @@ class FrozenParameters(nn.Module):
         return self.of_gathered({name: _whole(tensor) for name, tensor in self.tensors(codes).items()})
 
     def of_gathered(self, tensors: Mapping[str, Tensor]) -> FrozenWeight:
-        """Return the whole weight in the form that ops take, given its `tensors` in unsharded form."""
+        """Return the whole weight in the form that ops take, given its unsharded tensors by the names in `tensors`."""
         return self._weight_of(tensors, self.shape)
 
     def tensors(self, codes: Tensor) -> dict[str, Tensor]:
@@ -256,7 +256,7 @@ class FrozenParameters(nn.Module):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Quantize the tensors that all ranks quantize together, if the format has any."""
+        """Quantize the tensors that all ranks quantize together, if the format has such tensors."""
         if self._statistics is None:
             return
         statistics, self._statistics = self._statistics, None
@@ -343,7 +343,7 @@ def dtype_of(linear: nn.Linear) -> torch.dtype:
 
 
 def own_parameters(module: nn.Module) -> dict[nn.Parameter, int]:
-    """Map a module's own parameters to their numbers of elements; codes count as the dense weight."""
+    """Map each of a module's own parameters to its number of elements; for codes, count the dense weight's elements."""
     if isinstance(module, FrozenParameters):
         return {}
     frozen = frozen_parts(module)

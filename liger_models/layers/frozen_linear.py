@@ -20,7 +20,7 @@ class FrozenLinear(nn.Linear, Layer):
     """
 
     is_low_rank = True
-    """True, because fused ops take the weight as a `FrozenWeight`."""
+    """True, because fused ops can compute the layer: they take the weight as a `FrozenWeight`."""
     stored: FrozenParameters
     parallel_kinds: ClassVar[dict[type, type[PartialLinear]]] = {}
     """Maps a class of parallel layers to the class that `PartialLinear.of` converts this layer into."""

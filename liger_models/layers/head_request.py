@@ -84,7 +84,7 @@ class LossTargets(NamedTuple):
 
     @classmethod
     def of(cls, request: HeadRequest, layout: BatchLayout, groups: ParallelGroups, embeds: Tensor) -> "LossTargets":
-        """Compute the targets of a request with labels, before the blocks run; see `LabeledRows`."""
+        """Compute the targets for a request with labels. Call this before the blocks run; see `LabeledRows`."""
         assert request.labels is not None
         shifted = layout.shift(request.labels)
         check_num_items(request.num_items_in_batch, shifted)

@@ -1,4 +1,4 @@
-"""The decode cache: keys and values of all previous tokens, and states of linear attention."""
+"""The decode cache: keys and values of all previous tokens, and linear-attention states."""
 
 import sys
 from collections.abc import Hashable
@@ -48,12 +48,12 @@ class DecodeCache:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._states: dict[int, tuple[Tensor, ...]] = {}
         self._new_states: dict[int, tuple[Tensor, ...]] = {}
-        """The states after the tokens of the running forward. They are separate, so that a failed forward changes
-        nothing.
+        """The states after the tokens of the running forward. They are separate from the earlier states, so that a
+        failed forward changes nothing.
         """
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k [B, T, G, D] and v [B, T, G, V] of a layer, and return all its keys and all its values.
+        """Append k [B, T, G, D] and v [B, T, G, V] of a layer, and return all keys and values of the layer.
 
         The results are [B, length + T, G, D] and [B, length + T, G, V]. V is 0 for latent attention, which caches
         only one row per token, and computes keys and values from this row.
@@ -89,7 +89,7 @@ class DecodeCache:
         return None
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
-        """Return a layer's states of linear attention, each [B, ...]; None before the first token."""
+        """Return a layer's linear-attention states, each [B, ...]; None before the first token."""
         return self._states[layer] if self.length else None
 
     def replace_states(self, layer: int, *states: Tensor) -> None:
@@ -104,7 +104,7 @@ class DecodeCache:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether the cache has states of linear attention, from which the last tokens cannot be removed."""
+        """Whether the cache has linear-attention states, from which the last tokens cannot be removed."""
         return bool(self._states)
 
     def on_meta(self) -> "DecodeCache":
@@ -117,7 +117,7 @@ class DecodeCache:
         return cache
 
     def select(self, rows: Tensor) -> None:
-        """Select, repeat or reorder sequences, where ``rows`` [B'] int64 are indices into the batch."""
+        """Select, repeat or reorder the cached sequences; ``rows`` [B'] int64 lists their indices in the batch."""
         self._layers = {layer: (k[rows], v[rows]) for layer, (k, v) in self._layers.items()}
         self._states = {layer: tuple(state[rows] for state in states) for layer, states in self._states.items()}
         self.extra = {name: kept[rows] for name, kept in self.extra.items()}

@@ -1,7 +1,7 @@
 """Attention whose keys and values are computed from latents (multi-head latent attention, MLA).
 
-A token x has a latent c with L elements and a key part r with R elements; all H heads share both. Each head has queries
-and keys with N + R columns and values with V columns::
+A token x has a latent c with L elements and a key part r with R elements; all H heads share c and r. Each head has
+queries and keys with N + R columns and values with V columns::
 
     [a, l, r'] = W_a x                         Q, L and R numbers; without low-rank queries, a is x itself
     q = W_q norm(a),   c = norm(l)             the last R columns of each head of q, and r', are rotated
@@ -9,7 +9,7 @@ and keys with N + R columns and values with V columns::
     o_h = Σ_j softmax_j(scale · q_h · k_j,h) · v_j,h
 
 Training and prompts use this form. Decoding caches only the row [c, rotate(r')] of each token. It multiplies the
-queries by W_k and the weighted sums by W_v, instead of multiplying the latents by both::
+queries by W_k and the weighted sums by W_v, instead of multiplying the latents by W_k and W_v::
 
     q_h · k_j,h = [W_k,hᵀ q_h[:N], q_h[N:]] · [c_j, r_j]
     o_h = W_v,h Σ_j softmax_j(...) · c_j

@@ -94,7 +94,8 @@ class Layer(nn.Module):
     num_experts: int = 0
     """Number of experts, for a layer with a router."""
     switch_length: int | None = None
-    """Length beyond which a rotary embedding changes all frequencies, even for cached tokens; None if there is none.
+    """Length beyond which a rotary embedding changes all frequencies, even for cached tokens; None if there is no such
+    length.
     """
     groups: ParallelGroups = ParallelGroups()
     """The process groups that the layer is distributed over."""
@@ -195,7 +196,7 @@ class Layer(nn.Module):
         raise AttributeError(f"{type(self).__name__} has no router")
 
     def adapted_weight(self, name: str, *, merge: bool) -> Tensor:
-        """Return one of the parameters in `adapted` in the form that a layer without adapters has.
+        """Return a parameter that `adapted` lists, in the form that the parameter has in a layer without adapters.
 
         If ``merge`` is True, the adapters are merged into the result.
         """

@@ -57,7 +57,7 @@ def sharded_as(like: Any, part: Tensor, shape: torch.Size | None = None) -> Tens
 
 
 def copy_into(parameter: Tensor, values: Tensor) -> None:
-    """Copy values into a parameter. If the parameter is sharded, its shards get the values of the first rank."""
+    """Copy values into a parameter. If the parameter is sharded, its shards get the first rank's values."""
     if is_sharded(parameter):
         from torch.distributed.tensor import distribute_tensor  # slow to import
 
@@ -162,5 +162,5 @@ def ranks_of(linear: nn.Linear) -> Group | None:
 
 
 def row_parallel(linear: nn.Linear) -> RowParallelLinear | None:
-    """Return the layer if its inputs are sharded, and otherwise None. A fused op must call the result's ``sum``."""
+    """Return the layer if its inputs are sharded; otherwise None. Fused ops must call ``sum`` of a returned layer."""
     return linear if isinstance(linear, RowParallelLinear) else None

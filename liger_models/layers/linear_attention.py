@@ -235,7 +235,7 @@ class LinearAttention(Layer):
         return out.reshape(B, T, math.prod(out.shape[2:]))
 
     def _mix_drafts(self, projected: Tensor, cache: Any) -> Tensor:
-        """Apply `mix` to tokens [rows · n, 1, ...] of `PagePool.speculate`, and keep the states after each token."""
+        """Apply `mix` to the drafts [rows · n, 1, ...] of `PagePool.speculate`, and keep each token's states."""
         tokens = projected.unflatten(0, (-1, cache.width)).squeeze(2)  # [rows, n, ...]
         states = cache.states(self.layer)
         options: dict[str, Any] = {"cu_seqlens": None, "kernel": self.kernel, "stateful": True}
@@ -264,7 +264,7 @@ class LinearAttention(Layer):
         self, inputs: Tensor, sizes: Sequence[int], state: Tensor | None, options: dict[str, Any],
         activation: str | None = "silu",
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Convolve ``inputs`` [B, T, U · sum(sizes)], the parts of all units joined. Returns ``(result, state)``."""
+        """Convolve ``inputs`` [B, T, U · sum(sizes)], the joined parts of all units. Returns ``(result, state)``."""
 
         def compute() -> tuple[Tensor, Tensor | None]:
             bias = None if self.conv_bias is None else self.by_part(self.conv_bias, sizes)
@@ -281,7 +281,9 @@ def run(
     op: Callable[..., Any], reference: Callable[..., Any], *args: Tensor | None, kernel: bool, stateful: bool,
     **options: Any,
 ) -> tuple[Tensor, Any]:  # fmt: skip
-    """Run an op or its reference. Returns ``(result, final state)``; the op's state is None unless ``stateful``."""
+    """Run an op or its reference implementation. Returns ``(result, final state)``; the op's state is None unless
+    ``stateful``.
+    """
     first = args[0]
     assert first is not None
     if not kernel:

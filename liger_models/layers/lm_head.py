@@ -75,7 +75,7 @@ class LabeledRows:
             self.copied = stream.record_event()
 
     def select(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x [..., C] and the targets, or only n rows of both, among which are all rows with a target.
+        """Return x [..., C] and the targets, or only n rows of each, which include all rows that have a target.
 
         The number n is a multiple of `ROW_MULTIPLE`. If n is not below the number of rows, all rows are returned.
         """

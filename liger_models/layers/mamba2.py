@@ -233,7 +233,7 @@ class LigerMamba2(LinearAttention):
         return 4 * self.state_elements
 
     def can_shard(self, size: int) -> bool:
-        """Whether ``size`` divides the number of units, and divides or is a multiple of the number of groups."""
+        """Whether ``size`` divides the number of units, and is a divisor or a multiple of the number of groups."""
         return super().can_shard(size) and (self.num_groups % size == 0 or size % self.num_groups == 0)
 
     def _share_units(self, group: Group) -> None:
@@ -295,7 +295,7 @@ class LigerMamba2(LinearAttention):
         return normed, (conv_state, state)
 
     def _own_groups(self, convolved: Tensor, widths: list[int]) -> tuple[Tensor, int]:
-        """Replace this rank's channels of B and C by all channels of the groups that its heads belong to.
+        """Replace this rank's channels of B and C by all channels of the groups to which the rank's heads belong.
 
         Returns the tensor and the number of these groups.
         """

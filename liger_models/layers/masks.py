@@ -87,7 +87,7 @@ class Segments:
 
     @classmethod
     def of_runs(cls, numbers: Tensor, most: int, max_seqlen: int) -> "Segments":
-        """Build one segment per run of equal numbers in a row, and empty segments after the last run.
+        """Build one segment for each run of equal numbers in a batch row, and empty segments after the last run.
 
         This method does not synchronize with the device.
 

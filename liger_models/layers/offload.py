@@ -1,4 +1,4 @@
-"""Asynchronous offloading, to host memory, of the activations that blocks save for the backward."""
+"""Asynchronous offloading: moves the activations that blocks save for the backward to host memory."""
 
 import functools
 from collections import deque

@@ -16,7 +16,7 @@ class PagePool(PagedCache):
     The host assigns pages to rows in its own table, which `resume` copies to the device. As with `PagedCache`, a step
     can be captured in a CUDA graph, because ``lengths``, ``remaining`` and the table stay at the same addresses. A
     finished row does no harm in a step: it writes to page 0, which is never assigned, and attends to one token. Its
-    states of linear attention become invalid.
+    linear-attention states become invalid.
 
     Call `fill` before a forward of prompts, `resume` before a series of steps, and `step` before each step.
 
@@ -153,8 +153,8 @@ class PagePool(PagedCache):
     def speculate(self, n: int, offset: int = 0) -> Tensor:
         """Prepare a forward of n tokens per row. `accept` then keeps some of them, starting from the first.
 
-        In this forward, each token is a separate row of the batch: the batch has ``rows · n`` rows, and the n tokens
-        of a row of the pool are consecutive. Neither ``lengths`` nor the states of linear attention change.
+        In this forward, each token is a separate row of the batch: the batch has ``rows · n`` rows, and the n tokens of
+        a row of the pool are consecutive. Neither ``lengths`` nor the linear-attention states change.
 
         Args:
             n: number of tokens of each row.

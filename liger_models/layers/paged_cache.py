@@ -17,10 +17,10 @@ class PagedCache(DecodeCache):
     """A decode cache that first stores prompts without their padding, and then one token per row in each step.
 
     The keys of a layer are stored as [pages, P, G, D] and the values as [pages, P, G, V], where P is the number of
-    tokens per page. A table lists the pages of each row. Tensors on the device determine where new tokens are
-    stored, and which tokens the new tokens attend to. All tensors that the forward of a step reads or writes stay at
-    the same addresses: pages, table, lengths, states of linear attention and ``extra``. A captured forward can
-    therefore be replayed for later tokens and for other prompts.
+    tokens per page. A table lists the pages of each row. Tensors on the device determine where new tokens are stored,
+    and which tokens the new tokens attend to. All tensors that the forward of a step reads or writes stay at the same
+    addresses: pages, table, lengths, linear-attention states and ``extra``. A captured forward can therefore be
+    replayed for later tokens and for other prompts.
 
     Call `start` before a forward of prompts, `settle` after it, and `step` before each forward of one token per row.
     ``length`` is the number of tokens, including padding, that the host has counted. The host does not count replayed
@@ -43,8 +43,9 @@ class PagedCache(DecodeCache):
         self._own = torch.arange(rows * count, dtype=torch.int32, device=device).view(rows, count)
         self._table = self._own.clone()
         self._row: Tensor | None = None
-        """For each row, the index of the row that it repeats or of itself, [rows] int64; None if no row is a
-        repetition."""
+        """For each row, the index of the row that it repeats, or its own index, [rows] int64; None if no row is a
+        repetition.
+        """
         self._prompt = torch.zeros(rows, dtype=torch.int64, device=device)
         """For each row, the index of its prompt, [rows] int64."""
         self._prompts = 0

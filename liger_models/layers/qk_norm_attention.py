@@ -55,7 +55,7 @@ class LigerQKNormAttention(LigerAttention):
                 )
         self.whole_projection, self.clip = whole_projection, clip
         self.mean_group: Group | None = None
-        """The process group whose heads the norms average over; None if they average only over this rank's heads."""
+        """The process group over whose heads the norms average; None if they average only over this rank's heads."""
 
     def shard(self, group: Group) -> dict[str, int]:
         """See `LigerAttention.shard`. Norms over all heads average over the heads of all ranks."""

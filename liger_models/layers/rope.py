@@ -30,7 +30,7 @@ class DynamicScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Divides low frequencies by ``factor``, keeps high ones, and blends both in between (Llama 3.1 and later)."""
+    """Divides low frequencies by ``factor``, keeps high ones, and blends the two in between (Llama 3.1 and later)."""
 
     factor: float
     low_freq_factor: float
@@ -40,7 +40,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """YaRN: divides low frequencies, keeps high frequencies, and blends both in between.
+    """YaRN: divides low frequencies by ``factor``, keeps high frequencies, and blends the two in between.
 
     ``beta_fast`` and ``beta_slow`` are the limits for high and low frequencies. Their unit is the number of turns over
     the original length.
@@ -61,7 +61,7 @@ class LongRopeScaling:
     """LongRoPE: each frequency has a divisor for documents up to the original length, and another for longer documents.
 
     Cos and sin are multiplied by ``short_mscale`` for short documents and by ``long_mscale`` for long ones, as in the
-    files of Phi-3.5-MoE. If these are None, `longrope_attention_factor` is used instead.
+    files of Phi-3.5-MoE. If these factors are None, the factor from `longrope_attention_factor` is used instead.
     """
 
     short_factor: list[float]
@@ -115,7 +115,7 @@ def yarn_attention_factor(scaling: YarnScaling) -> float:
 
 
 def longrope_attention_factor(scaling: LongRopeScaling, max_position_embeddings: int) -> float:
-    """Return the factor for cos and sin. It is the same for both sets of divisors."""
+    """Return the factor by which cos and sin are multiplied. It is the same for the short and the long divisors."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     original = scaling.original_max_position_embeddings
@@ -226,7 +226,7 @@ class RotaryEmbedding(Layer):
         self.max_position_embeddings = max_position_embeddings
         self.attention_factor = 1.0
         self.long_attention_factor: float | None = None
-        """The attention factor beyond `switch_length`; None if it does not differ."""
+        """The attention factor beyond `switch_length`; None if it equals ``attention_factor``."""
         self.long_inv_freq: Tensor | None = None
         base = _base_frequencies(width, theta)
         match scaling:
@@ -334,7 +334,7 @@ class ProportionalRotaryEmbedding(RotaryEmbedding):
 
 
 class MultimodalRotaryEmbedding(RotaryEmbedding):
-    """Computes cos and sin of positions in time, height and width (M-RoPE). Each frequency is for one of the three.
+    """Computes cos and sin of positions in time, height and width (M-RoPE). Each frequency applies to one of them.
 
     Args:
         width, theta, scaling, max_position_embeddings: as in `RotaryEmbedding`.

@@ -93,8 +93,8 @@ class EmbedderSettings:
         Args:
             folder: the folder.
             hidden_size: C, the size of embeddings.
-            bidirectional: whether the model is bidirectional. The config.json of an adapter's base model does not say
-                so.
+            bidirectional: whether the model is bidirectional. For an adapter, only these files say so, not the
+                config.json of its base model.
         """
         modules = ["Pooling", *["Normalize"] * self.normalize]
         pooling = {"word_embedding_dimension": hidden_size}
@@ -239,7 +239,7 @@ class _Files:
 
 
 def _read_pooling(where: str, described: Mapping[str, Any]) -> str:
-    """Return the pooling in a module's config, which may be in the format of sentence-transformers 6 or earlier."""
+    """Return the pooling in a module's config, which may have an older format than sentence-transformers 6 writes."""
     keys = {key: name for name, key in _POOLING_KEYS.items()}
     chosen = [key for key in (*keys, *_OTHER_POOLING_KEYS) if described.get(f"pooling_mode_{key}")]
     poolings = described.get("pooling_mode", [keys.get(key, key) for key in chosen] or ["mean"])
@@ -253,7 +253,7 @@ def _read_pooling(where: str, described: Mapping[str, Any]) -> str:
 
 
 def _list_modules(package: str, names: list[str], transformer: str = "sentence_transformers.models") -> Any:
-    """Return the content of `MODULES` for a transformer, followed by the modules ``names``."""
+    """Return the content of `MODULES`, which lists a transformer and then the modules ``names``."""
     types = [f"{transformer}.Transformer", *(f"{package}.{name}" for name in names)]
     paths = ["", *(f"{number}_{name}" for number, name in enumerate(names, 1))]
     return [

@@ -55,7 +55,7 @@ def encode_texts(
 
 
 def regroup(texts: Sequence[Tensor], sizes: Iterable[int]) -> list[list[Tensor]]:
-    """Split a sequence of texts into consecutive groups of ``sizes``."""
+    """Split a sequence of texts into consecutive groups of the given ``sizes``."""
     remaining = iter(texts)
     return [[*itertools.islice(remaining, size)] for size in sizes]
 

@@ -27,7 +27,8 @@ _MARK = re.compile("\ufdd2([\ufde0-\ufdef]+)\ufdd3")
 """A mark is a hexadecimal number, written with code points to which Unicode assigns no characters."""
 _DIGITS = {0xFDE0 + digit: f"{digit:x}" for digit in range(16)}
 _TAG = re.compile(r"(</?[^<>\s]{1,40}>|\[/?[A-Z_]{1,40}\])")
-"""Templates look for tags in a text, such as ``</think>``. Marks are placed between tags, so that they hide no tag."""
+"""A tag, such as ``</think>``. Templates search texts for tags. Marks are placed between tags, so that they hide
+none."""
 _TAGS = 8
 """Maximum number of tags in a text between which marks are placed."""
 _TOOLS = -1
@@ -35,8 +36,7 @@ _TOOLS = -1
 _INSTEAD = {*THOUGHTS, "tool_calls", "function_call"}
 """Fields that an answer may have instead of ``content``."""
 _AROUND, _INSIDE, _NOWHERE = range(3)
-"""Where the marks of a field are placed: around its texts, which reveals the most, inside its texts, or nowhere.
-"""
+"""Where the marks of a field are placed: around its texts (which reveals the most), inside its texts, or nowhere."""
 
 _headers: dict[tuple[Any, ...], int] = {}
 """Maps (template, variables, fields of messages, text before an answer) to the length of the answer's header."""
@@ -562,7 +562,7 @@ class _Conversation:
         return length
 
     def _prompt(self, index: int, number: int | None) -> str | None:
-        """Return the prompt of an answer after the mark ``number``, or None if there is no such prompt."""
+        """Return the part of an answer's prompt after the mark ``number``; None if the prompt lacks this mark."""
         marked = self._render(self._marks.messages[:index], prompts=True)
         if marked is not None and number is not None:
             _, mark, marked = marked.rpartition(_mark(number))

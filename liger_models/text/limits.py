@@ -90,7 +90,7 @@ def charged(value: Any, *, deep: bool = True) -> Any:
 
 
 def size(value: Any, *, deep: bool = True) -> int:
-    """Return the length of a text, or roughly the length of the text that any other value would be written as.
+    """Return the length of a text. For any other value, return the approximate length of its text form.
 
     Args:
         value: anything.

@@ -203,8 +203,8 @@ class Tokenizer:
 
     @foreign_arguments("Tokenizer.save_pretrained")
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the tokenizer's files, with all changes, to a folder. A model's ``save_pretrained`` also writes
-        these.
+        """Write the tokenizer's files, with all changes, to a folder. A model's ``save_pretrained`` also writes these
+        files.
 
         Args:
             folder: the folder. It is created if it does not exist; other files in it are kept.
@@ -219,7 +219,7 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> "Tokenizer":
-        """Read the tokenizer from the contents of its files. A loaded model has these in ``model.assets``.
+        """Read the tokenizer from the contents of its files. A loaded model has these contents in ``model.assets``.
 
         Args:
             files: maps file names to contents.
@@ -626,7 +626,8 @@ class Tokenizer:
         A template may mark answers by ``{% generation %}`` and ``{% endgeneration %}``. An answer may then have several
         parts, such as reasoning and text. Without these marks, an answer extends from the end of the generation prompt
         to the token that ends the turn. If the template writes no such token, the first special token of the next
-        message ends the turn. If there is no next message, this token is added at the end of the text.
+        message ends the turn. If there is no next message, the token with which one would begin is added at the end of
+        the text.
 
         Args:
             messages, tools, chat_template, **variables: as for `apply_chat_template`, for one conversation.
