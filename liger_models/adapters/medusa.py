@@ -116,7 +116,7 @@ class LigerMedusa(nn.Module):
         num_layers: number of residual blocks in each head.
         share_lm_head: whether the heads share the projection of the model's own head, which saves K · V · C weights.
         freeze: whether to train only the heads, without L_0 in the loss (Medusa-1). If False, the model is also trained
-            (Medusa-2). If the model has LoRA adapters, only its adapters are trained.
+            (Medusa-2). If the model has LoRA adapters, only these adapters are trained.
         decay: the weight of head k's loss is ``decay ** k``.
         heads_weight: weight of the sum of the heads' losses. A schedule may change this attribute.
 

@@ -92,7 +92,7 @@ class UnpackedLMHead(Layer):
     operands, product, with_bias = LigerLMHead.operands, LigerLMHead.product, LigerLMHead.with_bias
 
     def extra_repr(self) -> str:
-        """Return the advice that the head can't have an adapter. PEFT's error shows this advice."""
+        """Return a note that the head can't have an adapter. PEFT's error shows this note."""
         return "lm_head has the loss inside: train it with modules_to_save or liger_models.adapters.apply_lora"
 
 

@@ -1,4 +1,4 @@
-"""Finds the architecture that is nearest to a new one in transformers, and copies its module under new names."""
+"""Finds the architecture that is nearest to a new one in transformers, and copies the nearest one under new names."""
 
 import ast
 import dataclasses
@@ -34,7 +34,7 @@ LATER_LAYER = re.compile(r"\.layers\.[1-9]")
 
 
 class Nearest(NamedTuple):
-    """An architecture, and its differences from transformers' model of a new architecture.
+    """An architecture of this package, and how it differs from transformers' model of a new architecture.
 
     Attributes:
         model_class: the class that implements the architecture.

@@ -296,7 +296,7 @@ def _compare(
 
 
 def _loss(model: CausalLM, ids: Tensor, bounds: Tensor, spans: list[slice], limit: float) -> Check:
-    """Compare the loss of the packed row with the sum over its documents, without the load-balancing loss."""
+    """Compare the loss of the packed row, without the load-balancing loss, with the sum of its documents' losses."""
 
     def summed(tokens: Tensor, **options: Any) -> Tensor:
         out = model(tokens, labels=tokens, num_items_in_batch=1, **options)

@@ -1,4 +1,4 @@
-"""The layouts of adapters that vLLM and SGLang load, as data, and a check of an adapter's folder."""
+"""The rules of vLLM and SGLang for adapters that they load, and a check of an adapter's folder by these rules."""
 
 import difflib
 import json

@@ -137,7 +137,7 @@ class LigerCache(Cache):
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of keys that ``query_length`` new queries have, and the index of the first key."""
+        """Return the number of keys for ``query_length`` new queries, and the index of the first key."""
         return self.decode.length + query_length, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -325,7 +325,7 @@ def _padding_token(stopping_criteria: Any, config: Any) -> int | None:
 def _steps_ahead(device: torch.device, logits_processor: Any, others: Any, streamer: Any) -> int:
     """Return how many steps may run ahead of the tokens that have been read.
 
-    No step may run ahead with a user's processor, because the processor would notice steps after the end. With a
+    With a user's processor, no step may run ahead, because the processor would notice steps after the end. With a
     streamer, at most one step may run ahead, while the streamer reads a token.
     """
     if device.type not in ACCELERATORS or not all(map(_is_from_transformers, logits_processor)):

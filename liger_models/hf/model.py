@@ -180,7 +180,7 @@ class LigerPreTrainedModel(PreTrainedModel):
 
 
 class UnusedHead(LigerLMHead):
-    """A head that is never called. It uses the embedding's weight without registering it as a parameter of the head.
+    """A head that is never called. It uses the embedding's weight, but does not register the weight as its parameter.
 
     FSDP requires that all modules that share a parameter are in one group. Accelerate and other tools, however, put the
     embedding into a separate group if a model has no output embedding.

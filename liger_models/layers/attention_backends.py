@@ -51,11 +51,11 @@ head, and a fused kernel runs.
 """
 
 MOST_QUERIES, MOST_RECOMPUTED = 2**31, 2**29
-"""If the queries have more elements than this, attention is computed for a part of the heads at a time. The first
+"""If the queries have more elements than the limit, attention is computed for a part of the heads at a time. The first
 limit applies in general, and the second one applies in a block that is recomputed. The backward of a fused kernel
-allocates up to four times as many bytes as the queries take up: for sums of dq in fp32 and, if query heads share
-keys, for dk and dv of every query head. The first limit is higher, because blocks that are not recomputed would save
-the results of the heads twice.
+allocates up to four times as many bytes as the queries take up: for sums of dq in fp32 and, if query heads share keys,
+for dk and dv of every query head. The first limit is higher, because blocks that are not recomputed would save the
+results of the heads twice.
 """
 
 

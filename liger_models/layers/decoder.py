@@ -186,7 +186,7 @@ class Decoder(nn.Module):
         self.needs_bounds = False
         """Whether any layer reads `BatchLayout.bounds`; set by `post_init`."""
         self._windows: dict[int | None, bool] | None = None
-        """Maps each window to a bool: whether an attention layer with it always needs a mask; set by `post_init`."""
+        """Maps each window to a bool: whether a layer with this window always needs a mask; set by `post_init`."""
         self._chunks: set[int] = set()
         """Chunk sizes of the attention layers."""
         self._needs_flash: set[int | None] = set()
@@ -912,7 +912,8 @@ class Decoder(nn.Module):
 
 
 def _resets_itself(module: nn.Module) -> bool:
-    """Whether a linear layer, an embedding or a layer with `Layer.draw` has a subclass's own ``reset_parameters``."""
+    """Whether a subclass of a linear layer, an embedding or a layer with `Layer.draw` has added
+    ``reset_parameters``."""
     if isinstance(module, nn.Linear | nn.Embedding):
         bases = (nn.Linear, nn.Embedding, LigerEmbedding)
         return type(module).reset_parameters not in [base.reset_parameters for base in bases]

@@ -77,8 +77,8 @@ class LigerLatentAttention(BaseAttention):
     Args:
         hidden_size: C.
         num_heads: H.
-        nope_dim, rope_dim: N and R, the numbers of columns of a head's queries and keys that are not rotated (N) and
-            that are rotated (R).
+        nope_dim, rope_dim: N and R, the numbers of columns without rotation (N) and with rotation (R) in a head's
+            queries and keys.
         value_dim: V.
         kv_rank: L, the width of the latent of keys and values.
         q_rank: Q, the width of the latent of queries; None for queries that are computed directly from the input.

@@ -42,7 +42,7 @@ class AttentionSpec(NamedTuple):
     chunk: int | None = None
 
     def pairs(self, lengths: Tensor) -> Tensor:
-        """Return the number of pairs of a query and a visible key for documents of the given lengths, [n] floats."""
+        """Return the number of pairs of a query and a visible key, [n] floats, for documents of these ``lengths``."""
         # The number of pairs grows with the square of the length up to the window or chunk size, and linearly beyond
         # it.
         if self.chunk is not None:

@@ -35,8 +35,8 @@ class LigerGatedRMSNorm(Layer):
         self.weight = nn.Parameter(torch.ones(width))
         self.eps, self.act, self.kernel = eps, act, kernel
         self.group: Group | None = None
-        """Process group over which the weight's gradient is summed, because its ranks have different heads; None for
-        no group.
+        """Process group over which the weight's gradient is summed, because the group's ranks have different heads;
+        None for no group.
         """
 
     def draw(self, std: float) -> bool:

@@ -98,7 +98,8 @@ class LabeledRows:
 
 
 class LigerLMHead(nn.Linear, Layer):
-    """Projection to the vocabulary. If targets are given, it returns the loss without materializing the logits.
+    """Projection to the vocabulary. If targets are given, the forward returns the loss without materializing the
+    logits.
 
     The loss is computed inside the forward of this module, because FSDP has gathered the weight there.
 

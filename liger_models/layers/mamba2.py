@@ -103,7 +103,7 @@ class StateDecay(Layer):
         self.groups = replace(self.groups, context=group)
 
     def forward(self, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Map ``steps`` [..., H] to the step sizes and the logarithms of the decays, both [..., H] fp32; also return D.
+        """Return the step sizes and the logarithms of the decays, both [..., H] fp32, and the skip factors D [H].
 
         H is the number of this rank's heads.
         """

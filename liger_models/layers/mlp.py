@@ -201,8 +201,8 @@ class LigerXIELU(Layer):
         self.alphas = nn.Parameter(torch.empty(2))
         self.constants = nn.Parameter(torch.empty(2), requires_grad=False)
         self.group: Group | None = None
-        """Process group over which the gradients are all-reduced, because its ranks have different inputs; None for
-        no group.
+        """Process group over which the gradients are all-reduced, because the group's ranks have different inputs; None
+        for no group.
         """
         self.draw(0.0)
 

@@ -147,8 +147,8 @@ class LigerMoE(Layer):
         kernel: False for plain torch.
 
     Raises:
-        ValueError: ``routing`` does not fit ``num_experts``, ``weights_input`` is set for several experts, or the
-            activation is unknown.
+        ValueError: ``routing`` does not fit ``num_experts``, ``weights_input`` is set although tokens have several
+            experts, or the activation is unknown.
 
     Source: https://arxiv.org/abs/2401.04088.
     """

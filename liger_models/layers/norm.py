@@ -90,8 +90,8 @@ class LigerRMSNorm(Layer):
         self.eps, self.offset, self.scale_in_fp32, self.init_fn = eps, offset, casting_mode != "llama", init_fn
         self.hidden_size, self.kernel = hidden_size, kernel
         self.group: Group | None = None
-        """Process group over which the gradient of the weight is all-reduced, because its ranks have different rows;
-        None for no group.
+        """Process group over which the gradient of the weight is all-reduced, because the group's ranks have different
+        rows; None for no group.
         """
         self.reset_parameters()
 
@@ -203,8 +203,8 @@ class LigerLayerNorm(Layer):
         self.bias = nn.Parameter(torch.empty(hidden_size)) if use_bias else None
         self.eps, self.random_bias, self.init_fn, self.offset, self.kernel = eps, bias, init_fn, offset, kernel
         self.group: Group | None = None
-        """Process group over which the gradients are all-reduced, because its ranks have different tokens; None for
-        no group.
+        """Process group over which the gradients are all-reduced, because the group's ranks have different tokens; None
+        for no group.
         """
         self.reset_parameters()
 

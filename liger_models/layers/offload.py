@@ -28,7 +28,8 @@ A block of an 8B model saves 1.5 GB for 16,384 tokens.
 
 
 SLICE = 2**24
-"""Bytes per copy to the device. Such a copy takes a third of a millisecond, and then other streams may copy."""
+"""Bytes per copy to the device. Such a copy takes a third of a millisecond. After it, copies on other streams may
+run."""
 
 
 def offloaded_blocks(blocks: int, count: int) -> frozenset[int]:

@@ -145,7 +145,7 @@ class PagedCache(DecodeCache):
         return x if self._prompts == self.rows else x[self._prompt]
 
     def settle(self) -> bool:
-        """Copy each prompt's partly filled page and its entries of ``extra`` to the prompt's rows.
+        """For each prompt, copy its partly filled page and its entries of ``extra`` to its rows.
 
         Returns:
             Whether ``extra`` has the same addresses as for earlier prompts, so that a captured step remains valid.

@@ -255,7 +255,7 @@ def _aligned_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple[T
 
 
 def _unaligned_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
-    """Like `_aligned_neighbors`, for lines whose ends coincide. Neighbors outside of the line have the weight 0."""
+    """Like `_aligned_neighbors`, but for lines whose ends coincide. Neighbors outside of the line have the weight 0."""
     position = (index.float() + 0.5) * side / length - 0.5
     first = position.floor()
     distance, first = position - first, first.long()

@@ -8,7 +8,7 @@ CHUNK = 1024
 
 
 def ranks_of_targets(queries: Tensor, documents: Tensor, target: Tensor) -> Tensor:
-    """Rank documents by their products with each query. Returns the positive documents' ranks, [N] int64.
+    """Rank documents by their dot products with each query. Returns the positive documents' ranks, [N] int64.
 
     The best document has rank 0. A document with the same product as the positive document ranks below it.
 

@@ -124,7 +124,7 @@ def pool(hidden: Tensor, cu_seqlens: Tensor, texts: Tensor, pooling: str) -> Ten
         pooling: "lasttoken", "mean" or "cls" (the first token).
 
     Returns:
-        [texts, C] in fp32 (in fp64 for fp64).
+        [texts, C] in fp32, or in fp64 if ``hidden`` is fp64.
     """
     tokens = hidden.flatten(0, 1)  # [B · T, C]
     wide = torch.promote_types(hidden.dtype, torch.float32)
