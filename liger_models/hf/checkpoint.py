@@ -339,7 +339,7 @@ class Checkpoint(Loading):
         return True
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load parameters by the names in `state_dict`, or by the names in a Hugging Face checkpoint.
+        """Load parameters by the names that `state_dict` uses, or by the names in a Hugging Face checkpoint.
 
         With ``strict=False``, a part of a checkpoint, such as one of its files, can be loaded.
         """

@@ -1,10 +1,10 @@
 """Attention layers: `BaseAttention`, and `LigerAttention` on the packed QKV projection.
 
-`BaseAttention` implements everything that does not depend on how queries, keys and values are computed. The code of
-the class has three parts: the constants; the path of a batch from `add_norm` to `_mix`; and the interface of
-`Layer`. `LigerAttention` implements grouped-query attention. `qk_norm_attention.py` has variants of `LigerAttention`
-that normalize queries and keys or gate the outputs. `latent_attention.py` has attention whose keys and values are
-computed from latents.
+`BaseAttention` implements everything that does not depend on how queries, keys and values are computed. The code of the
+class has three parts: the constants; the methods that a batch passes through, from `add_norm` to `_mix`; and the
+interface of `Layer`. `LigerAttention` implements grouped-query attention. `qk_norm_attention.py` has variants of
+`LigerAttention` that normalize queries and keys or gate the outputs. `latent_attention.py` has attention whose keys and
+values are computed from latents.
 """
 
 from dataclasses import replace
@@ -75,7 +75,7 @@ class BaseAttention(Layer):
         self.recompute = False
         """Whether to save only the inputs and recompute the rest in the backward (checkpointing policy "full")."""
 
-    # The path of a batch: `add_norm` or `forward`, then `_attend`, which calls `_mix`.
+    # The methods that a batch passes through: `add_norm` or `forward`, then `_attend`, which calls `_mix`.
 
     def add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout

@@ -179,7 +179,7 @@ def text_mask(
     segments: Segments | None = None,
     prefix: Tensor | None = None,
 ) -> Mask:
-    """Build the mask of a batch of text for the layers with one window.
+    """Build the mask of a batch of text for the layers that share a window.
 
     Args:
         documents: [B, S] int64, S = past + T; see `BatchLayout`.

@@ -97,7 +97,7 @@ class GatedMLP(Layer):
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """Return the fraction of the layer that the backward recomputes: the two thirds that are gate and up."""
+        """Return the fraction that the backward recomputes: 0 if the policy is "none", else 2 / 3 (gate and up)."""
         return 0.0 if policy == "none" else 2 / 3
 
     def can_shard(self, size: int) -> bool:
@@ -278,7 +278,8 @@ class LigerMLP(Layer):
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """Return the fraction of the layer that the backward recomputes: one half, which is the first product."""
+        """Return the fraction that the backward recomputes: 0 if the policy is "none", else 1 / 2 (the first
+        product)."""
         return 0.0 if policy == "none" else 1 / 2
 
     def can_shard(self, size: int) -> bool:
@@ -321,7 +322,7 @@ class LigerMLP(Layer):
         """Add ``x`` to ``residual`` and apply the MLP to ``norm(residual)``. Returns ``(y, residual)``, both [..., C].
 
         The backward recomputes the normalized activations. If ``recompute`` is True, the backward recomputes everything
-        except the sum.
+        except the sum of ``x`` and ``residual``.
         """
         if recomputes(self):
             residual, _ = add_norm(None, x, residual)  # only the sum is saved
@@ -383,7 +384,7 @@ class TiledMLP(GatedMLP):
         self.recompute = True
 
     def recomputed_share(self, policy: str) -> float:
-        """Return the fraction of the layer that the backward recomputes: the two thirds that are gate and up."""
+        """Return the fraction that the backward recomputes: 2 / 3 (gate and up), whatever the policy is."""
         return 2 / 3
 
     def forward(self, x: Tensor) -> Tensor:

@@ -248,7 +248,8 @@ class LigerMoE(Layer):
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """Return the fraction of the layer that the backward recomputes: two thirds, or one half without a gate."""
+        """Return the recomputed fraction: 0 if the policy is "none", else 2 / 3, or 1 / 2 for experts without a
+        gate."""
         inputs = inputs_of(self.act)
         return 0.0 if policy == "none" else inputs / (inputs + 1)
 

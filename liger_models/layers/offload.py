@@ -178,7 +178,8 @@ class Offload:
         return saved_tensors_hooks(self._pack if leave else self._keep, self._unpack)
 
     def settle(self, most: int = 0) -> None:
-        """Make the compute stream wait until at most ``most`` bytes are in flight, and free the copied tensors."""
+        """Make the compute stream wait until at most ``most`` bytes are in flight, and free the tensors copied by
+        then."""
         under_way = sum(data.nbytes for data, _ in self._leaving)
         while under_way > most:
             data, kept = self._leaving.popleft()

@@ -1,4 +1,4 @@
-"""The paged decode cache. Its steps depend on no value on the host, so a step that was captured can be replayed."""
+"""The paged decode cache. Its steps do not depend on values on the host, so a captured step can be replayed."""
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager

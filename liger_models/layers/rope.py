@@ -268,7 +268,7 @@ class RotaryEmbedding(Layer):
         return isinstance(self.scaling, DynamicScaling | LongRopeScaling)
 
     def frequencies(self, position_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return the frequencies for these positions, in fp32 on their device.
+        """Return the frequencies for these positions, in fp32, on the device of the positions.
 
         Args:
             position_ids: [..., T] int64.

@@ -182,7 +182,7 @@ def encode_prompts(
 def _warn_of_long_queries(
     tokenizer: Tokenizer, settings: RerankerSettings, queries: Collection[str], max_length: int
 ) -> None:
-    """Warn if query and instruction fill ``max_length`` tokens, so that nothing of the document is left."""
+    """Warn if a query and the instruction fill ``max_length`` tokens, so that no token of the document is left."""
     texts = [settings.body(query, "") for query in queries]
     if any(len(text) >= max_length for text in encode_texts(tokenizer, texts, None, add_special_tokens=False)):
         warnings.warn(

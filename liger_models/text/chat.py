@@ -537,7 +537,7 @@ class _Conversation:
         return self._groups[-1].end if self._groups else 0
 
     def _header(self, index: int, number: int | None, before: str) -> int:
-        """Return the length of an answer's header, which is the end of the prompt: the text that precedes the answer.
+        """Return the length of an answer's header, the part of the prompt that directly precedes the answer.
 
         Args:
             index: the index of the answer.
@@ -640,7 +640,7 @@ class _Conversation:
         return text is not None and text == self._render(question, prompts=True)
 
     def _stop(self) -> str:
-        """Return the special token with which the next message would begin; without one, return the end token."""
+        """Return the special token with which the next message would begin; if there is none, return the end token."""
         # After a call, the next message is a tool's result. After any other answer, it is a question.
         role = "tool" if self.messages[-1].get("tool_calls") else "user"
         for following in dict.fromkeys((role, "user")):
