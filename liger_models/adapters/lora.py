@@ -393,7 +393,7 @@ def _matched(target: str, modules: Mapping[str, str]) -> set[str]:
 
 
 def _hint(target: str, names: list[str], experts: dict[str, str], model: CausalLM, is_pattern: bool) -> str:
-    """Return advice for the error about a target that matches nothing."""
+    """Return advice that is added to the error about a target that matches nothing."""
     # The target may refer to experts or to modules that can't have adapters, may be a pattern, or may be misspelled.
     endings = sorted(set(map(short_name, names)))
     short_names = {short_name(name) for expression in _entries(model).values() for name in expression.names()}

@@ -23,7 +23,7 @@ from liger_models.layers.layer import named_layers
 LENGTHS = (65, 1, 64, 2, 130, 63)
 """Lengths of the documents in tokens. Most are close to multiples of kernel tiles and linear-attention chunks.
 
-Short documents follow long ones, so that they could wrongly read a long document.
+Short documents follow long ones, so that a leak from a long document to a short one would show.
 """
 
 HALF_LIMIT = 5e-2

@@ -93,7 +93,7 @@ def _name_of(arch: type[CausalLM]) -> str:
 
 
 def _forward_with(names: tuple[str, ...]) -> Any:
-    """Return `LigerForCausalLM.forward` with a family's inputs in its signature, which generate and Trainer read."""
+    """Return a `LigerForCausalLM.forward` whose signature, which generate and Trainer read, has a family's inputs."""
 
     @functools.wraps(LigerForCausalLM.forward)
     def forward(self: LigerForCausalLM, *args: Any, **inputs: Any) -> Any:

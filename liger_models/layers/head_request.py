@@ -47,7 +47,7 @@ class HeadRequest(NamedTuple):
         return not (self.return_logits or self.return_log_probs or self.loss_function is not None)
 
     def check(self, B: int, T: int, *, cached: bool) -> None:
-        """Raise ValueError if arguments exclude each other, or don't match a batch [B, T] or a decode cache."""
+        """Raise ValueError if arguments exclude each other, or do not fit a batch [B, T] or a decode cache."""
         labels, kept = self.labels, self.logits_to_keep
         if labels is not None and (cached or kept):
             raise ValueError(

@@ -100,8 +100,8 @@ class Layer(nn.Module):
     groups: ParallelGroups = ParallelGroups()
     """The process groups that the layer is distributed over."""
     wide: tuple[str, ...] = ()
-    """Names of the layer's own parameters that stay in fp32 even if the model is in half precision. If there are
-    any, the layer has no other parameters, and reads these parameters only in its forward, because FSDP2 gathers
+    """Names of the layer's own parameters that stay in fp32 even if the model is in half precision. If there are such
+    parameters, the layer has no other parameters, and reads these parameters only in its forward, because FSDP2 gathers
     them as a separate group.
     """
 
@@ -207,7 +207,7 @@ class Layer(nn.Module):
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
-    """Return ``list(module.modules())`` in a fraction of the time, because decoding needs the list for every prompt."""
+    """Return the same as ``list(module.modules())``, but much faster: decoding needs the list for every prompt."""
     found: dict[nn.Module, None] = {}
 
     def add(current: nn.Module) -> None:

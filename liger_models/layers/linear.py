@@ -134,7 +134,7 @@ class RowParallelLinear(PartialLinear):
     """A linear layer whose input features are sharded over R ranks: [..., I / R] -> [..., O]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [..., I / R] of all tokens to [..., O] of all tokens, or of this rank's under sequence parallelism."""
+        """Map x [..., I / R] of all tokens to [..., O] of all tokens (this rank's under sequence parallelism)."""
         return self.sum(self.product(x, None))
 
     def sum(self, parts: Tensor) -> Tensor:

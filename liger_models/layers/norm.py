@@ -151,9 +151,7 @@ class LigerRMSNorm(Layer):
 
 
 def zero_centered_norm(config: RMSNormDecoderConfig, kernels: KernelOptions) -> partial[LigerRMSNorm]:
-    """Return a function that makes RMSNorms of a given width, which multiply by 1 + weight in fp32 (Gemma,
-    Qwen3-Next).
-    """
+    """Return a function from a width to an RMSNorm that multiplies by 1 + weight in fp32 (Gemma, Qwen3-Next)."""
     return partial(
         LigerRMSNorm, eps=config.rms_norm_eps, offset=1.0, casting_mode="gemma", init_fn="zeros",
         kernel=kernels.rms_norm,
@@ -161,9 +159,7 @@ def zero_centered_norm(config: RMSNormDecoderConfig, kernels: KernelOptions) -> 
 
 
 def fp32_norm(config: RMSNormDecoderConfig, kernels: KernelOptions) -> partial[LigerRMSNorm]:
-    """Return a function that makes RMSNorms of a given width, which multiply by their weight in fp32 (OLMo, Gemma 4,
-    GPT-OSS).
-    """
+    """Return a function from a width to an RMSNorm that multiplies by its weight in fp32 (OLMo, Gemma 4, GPT-OSS)."""
     return partial(LigerRMSNorm, eps=config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm)
 
 
@@ -209,7 +205,7 @@ class LigerLayerNorm(Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize the weight by ``init_fn``, and the bias as the argument ``bias`` says."""
+        """Initialize the weight as ``init_fn`` says, and the bias as the constructor's argument ``bias`` says."""
         nn.init.ones_(self.weight) if self.init_fn == "ones" else nn.init.zeros_(self.weight)
         if self.bias is not None:
             nn.init.normal_(self.bias) if self.random_bias else nn.init.zeros_(self.bias)
