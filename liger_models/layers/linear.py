@@ -134,7 +134,10 @@ class RowParallelLinear(PartialLinear):
     """A linear layer whose input features are sharded over R ranks: [..., I / R] -> [..., O]."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [..., I / R] of all tokens to [..., O] of all tokens (this rank's under sequence parallelism)."""
+        """Map x [..., I / R] of all tokens to [..., O] of all tokens.
+
+        Under sequence parallelism, the result has only this rank's tokens.
+        """
         return self.sum(self.product(x, None))
 
     def sum(self, parts: Tensor) -> Tensor:
