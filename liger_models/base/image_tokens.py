@@ -1,7 +1,7 @@
 """The base class of models in which image tokens replace placeholders in the text (Gemma 3, Llama 4, LLaVA and others).
 
-A ``forward`` checks its inputs, and then calls `ImageTokenModel.run_with_images`. A family also defines the abstract
-methods of `ImageTokenModel`.
+Each family's ``forward`` checks its inputs, and then calls `ImageTokenModel.run_with_images`. A family also defines the
+abstract methods of `ImageTokenModel`.
 """
 
 from abc import abstractmethod

@@ -250,7 +250,7 @@ def _make_rows(prompts: list[list[int]], limits: list[int], stop_tokens: Any, se
 def _make_pool(
     probe: DecodeCache, rows: list[Row], num_rows: int, cache_bytes: int | None, model: Decoder, overhang: int
 ) -> PagePool:
-    """Create a cache for ``num_rows`` running rows. ``probe``, a cache of a single token, determines the layers.
+    """Create a cache for ``num_rows`` running rows. It gets the same layers as ``probe``, which holds one token.
 
     The page table has entries for ``overhang`` positions after the last token of a row, but these positions need no
     pages.

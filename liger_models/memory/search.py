@@ -322,7 +322,7 @@ def host_blocks(blocks: int, count: int, offloaded: Collection[int]) -> tuple[in
 
 
 def _pareto(sums: Tensor) -> Tensor:
-    """Sort the sums [N, columns] by time, and drop each sum if there is a faster sum with at most as many bytes.
+    """Sort the sums [N, columns] by time, and drop sums for which a faster sum needs no more bytes.
 
     With one comparison per sum, the function drops most of these sums, but not all.
     """

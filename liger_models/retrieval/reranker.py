@@ -37,8 +37,9 @@ class LigerReranker:
 
     @classmethod
     def from_pretrained(cls, name: str | os.PathLike[str], **options: Any) -> "LigerReranker":
-        """Load any causal model as a reranker, from a folder or the hub, with the settings in its folder if there
-        are any.
+        """Load any causal model from a folder or the hub as a reranker.
+
+        If reranker settings are stored with the model, they are used.
 
         Args:
             name: folder, or name of a repository on the hub.

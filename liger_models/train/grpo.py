@@ -159,7 +159,9 @@ class GRPOObjective(Objective):
         return {**batch, "rewards": rewards.float(), "advantages": advantages.float().flatten()}
 
     def _answers(self, model: CausalLM, rows: Any) -> tuple[list[list[int]], list[Any], list[Tensor], Tensor | None]:
-        """Sample ``num_generations`` consecutive answers to each prompt, up to and including their stop tokens.
+        """Sample ``num_generations`` answers to each prompt, each up to and including its stop token.
+
+        Answers to the same prompt are consecutive.
 
         Returns:
             Four values: the answers; the experts of all tokens in prompts and answers, if `rollout` sampled the

@@ -79,7 +79,7 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
 
 
 class Log:
-    """The log on the screen, in log.jsonl, in TensorBoard and in W&B. It counts tokens and time between log lines.
+    """The log on the screen, in log.jsonl, in TensorBoard and in W&B. Counts tokens and measures time per log line.
 
     Only rank 0 writes the log.
 

@@ -62,7 +62,7 @@ def whole_tiles(width: int, height: int, side: int) -> tuple[int, int]:
 
 
 class Idefics3Images(ImageConverter):
-    """Resizes an image by its longer side, enlarges it to whole tiles, and adds a tile with the whole image.
+    """Scales an image by its longer side, enlarges it to whole tiles, and adds a tile that shows all of the image.
 
     Args:
         settings: the content of preprocessor_config.json.

@@ -7,10 +7,10 @@ These kernels compute no gradients, which a decoding step does not need. The cop
     o_s = Wd_e · g_s                      one kernel
     y_n = Σ_k w_nk · (o_s + bd_e)         `permutation.unpermute`
 
-The copies are not sorted. There is a program for each copy and for some rows of its expert's matrix. The program finds
-the other copies that have the same expert, and multiplies up to `FEW_ROWS` copies at once, unless the program of an
-earlier copy multiplies them. If there is only one token, all its copies have different experts. Each copy is then
-multiplied separately, without matrix units, as in `row_linear`.
+The copies are not sorted. There is one program for each pair of a copy and a block of rows of the matrix of the copy's
+expert. The program finds the other copies that have the same expert, and multiplies up to `FEW_ROWS` copies at once,
+unless the program of an earlier copy multiplies them. If there is only one token, all its copies have different
+experts. Each copy is then multiplied separately, without matrix units, as in `row_linear`.
 
 If rows are sorted because a backward follows, `few_product` multiplies the sorted rows by frozen matrices in the same
 way. All these kernels read matrices in their stored form (dense, float8, or 4 bits), and read only the matrices of
