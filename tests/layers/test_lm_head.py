@@ -79,7 +79,9 @@ def test_losses_and_gradients_are_those_of_a_linear_layer_with_a_bias(backend, n
     wide = wide_copies(x, head.weight, head.bias)
     exact = plain(*wide, target)
     torch.testing.assert_close(loss.double(), exact.double(), rtol=1e-5, atol=1e-6)
-    ours, theirs = gradients_of(loss, x, head.weight, head.bias), gradients_of(exact, *wide)
+    ours = gradients_of(loss, x, head.weight, head.bias)
+    with reference_backend():  # kernels on a GPU do not support fp64
+        theirs = gradients_of(exact, *wide)
     for got, want in zip(ours, theirs, strict=True):
         assert got.shape == want.shape
         assert (got - want).norm() <= 1e-5 * want.norm()
