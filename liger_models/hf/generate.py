@@ -133,6 +133,13 @@ class EngineGenerationMixin(GenerationMixin):
         given: Any = inspect.signature(GenerationMixin._get_candidate_generator).bind(self, *args, **options).arguments
         draft = given.get("assistant_model")
         if draft is not None:
+            # A draft model with another tokenizer gets its own tokens.
+            largest, size = int(given["input_ids"].max()), len(draft.get_input_embeddings().weight)
+            if given.get("assistant_tokenizer") is None and largest >= size:
+                raise ValueError(
+                    "generate: assistant_model must have an embedding for each token of the prompt, image placeholders "
+                    f"included, got {size} embeddings and token {largest}. Pass another model, or no assistant_model."
+                )
             # A text-only draft model gets no pixels, because its ``generate`` would refuse them.
             model: Any = self
             unread = {*model.model.decoder.prompt_inputs} - {*inspect.signature(draft.forward).parameters}

@@ -172,7 +172,11 @@ def test_an_assistant_of_texts_gets_no_images(hf, root):
     folder = make_folder("llama", "gqa", root)
     want = ours.generate(ids, **options)
     for draft in (hf_model(folder), model_class("llama").from_pretrained(folder)):
-        assert torch.equal(ours.generate(ids, assistant_model=draft, **options), want)
+        if ids.max() >= ours.config.get_text_config().vocab_size:  # a placeholder that only the embedding has
+            with pytest.raises(ValueError, match="assistant_model must have an embedding for each token"):
+                ours.generate(ids, assistant_model=draft, **options)
+        else:
+            assert torch.equal(ours.generate(ids, assistant_model=draft, **options), want)
 
 
 @pytest.mark.parametrize(
