@@ -158,7 +158,7 @@ class EqualImageModel(ImageTokenModel):
     image_inputs = ("pixel_values",)
     prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values",)
     unit: ClassVar[str] = "images"
-    """What error messages call the rows of ``pixel_values``."""
+    """The name of the rows of ``pixel_values`` in error messages."""
 
     def forward(
         self, input_ids: Tensor | None = None, *, pixel_values: Tensor | None = None, **options: Any

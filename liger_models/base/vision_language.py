@@ -60,13 +60,6 @@ class VisionLanguageModel(CausalLM):
         return {name: x.repeat_interleave(times, 0) if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
     @property
-    def placeholders(self) -> list[int]:
-        """The tokens that stand for images and videos. Without pixels, `forward` refuses these tokens."""
-        names = ("image_token_id", "image_token_index", "video_token_id")
-        tokens: set[int] = {getattr(self.config, name, -1) for name in names}
-        return sorted(token for token in tokens if 0 <= token < self.config.vocab_size)
-
-    @property
     def tower_is_sharded(self) -> bool:
         """Whether FSDP shards parameters of the tower, so that all ranks must run the tower together.
 
@@ -135,6 +128,15 @@ def check_input_ids(input_ids: Tensor) -> None:
     check_integers(input_ids=input_ids)
     if input_ids.dim() != 2:
         raise ValueError(f"forward: input_ids must be [B, T], got {list(input_ids.shape)}.")
+
+
+def placeholder_ids(config: Any) -> list[int]:
+    """Return the ids of the tokens that stand for images, videos and audio in the config of any model, in this order.
+
+    The ids may be beyond the vocabulary of the head.
+    """
+    names = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
+    return [getattr(config, name) for name in names if getattr(config, name, None) is not None]
 
 
 def check_placeholders(count: int, expected: int, torn: int, images: int | None, number: str = "") -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from liger_models.arch.auto import AutoLigerModel, get_arch
 from liger_models.base.causal_lm import CausalLM
+from liger_models.base.vision_language import placeholder_ids
 from liger_models.convert.config_map import blaming, read_config
 from liger_models.convert.files import CONFIG, read_headers, read_json_config, read_model_type, read_quantization
 from liger_models.convert.format import format_of
@@ -411,7 +412,6 @@ def random_text(config: Any, rows: int, length: int) -> Tensor:
     """Return random ids [rows, length] that are the same in every run and contain no image, video or audio
     placeholders.
     """
-    names = ("image_token_id", "video_token_id", "audio_token_id", "image_token_index")
-    media = {getattr(config, name, None) for name in names}
+    media = placeholder_ids(config)
     words = torch.tensor([token for token in range(config.vocab_size) if token not in media])
     return words[torch.randint(len(words), (rows, length), generator=torch.Generator().manual_seed(0))]

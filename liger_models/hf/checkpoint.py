@@ -513,8 +513,8 @@ def body_tensors(decoder: CausalLM, parameters: Mapping[str, Tensor]) -> dict[st
         decoder: the model.
         parameters: the tensors by the names of the decoder's parameters. The tensors of the head are ignored.
     """
-    # If the head is not tied, the weight map requires the head's parameters. Empty tensors stand in for these
-    # parameters, and are dropped below.
+    # If the head is not tied, the weight map requires the head's parameters. Use empty tensors for them, which are
+    # dropped below.
     entries = format_of(type(decoder)).weight_map(decoder.config).entries
     head = {name: torch.empty(0) for name in entries if name.startswith("lm_head.")}
     body = {name: tensor for name, tensor in parameters.items() if not name.startswith("lm_head.")}

@@ -278,7 +278,7 @@ class LigerAttention(BaseAttention):
 
     @property
     def attention(self) -> AttentionSpec:
-        """What the layer requires from the model, and what the layer costs."""
+        """The requirements of the layer on the model, and the cost of the layer."""
         return AttentionSpec(
             self.layer, self.rotary, self.window, self.softcap is not None, 4 * self.num_heads * self.head_dim,
             takes_pages=True,

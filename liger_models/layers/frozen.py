@@ -268,7 +268,7 @@ class FrozenParameters(nn.Module):
             shape = torch.Size([len(sharded), sharded.shape[1] * statistics.itemsize])
             statistics = _whole(sharded_as(sharded, own_bytes, shape)).view(statistics.dtype)
 
-        # The codes are already in the parameter, so a meta tensor stands in for them.
+        # The codes are already in the parameter, so a meta tensor takes their place.
         codes_shape, codes_dtype = self.format.tensors_like(self.shape, self.dtype)["codes"]
         tensors = (
             torch.empty(codes_shape, dtype=codes_dtype, device="meta"),

@@ -13,7 +13,7 @@ CHECKPOINTING_POLICIES = ("none", "selective", "full")
 
 
 class AttentionSpec(NamedTuple):
-    """What an attention layer requires from the model, and what it costs.
+    """The requirements of an attention layer on the model, and the cost of the layer.
 
     Attributes:
         cache_slot: index of the layer's keys and values in the decode cache; None if the layer stores no keys and

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from liger_models.base.causal_lm import CausalLM
+from liger_models.base.vision_language import placeholder_ids
 from liger_models.data.answers import padded
 from liger_models.data.batch import Batch, join_rows
 from liger_models.data.dataset import PackedDataset
@@ -143,8 +144,9 @@ class GRPOObjective(Objective):
         documents = [torch.tensor([*(~token for token in prompt), *answer]) for prompt, answer in pairs]
         batch = padded(documents, max(map(len, documents)), model.tokenizer.padding_id, pixels)
         T = batch["input_ids"].shape[1]
-        # A placeholder in an answer has no image. It stays a label, and the tokens after it see padding instead.
-        sampled = torch.isin(batch["labels"], torch.tensor(getattr(model, "placeholders", []), dtype=torch.int64))
+        # A placeholder in an answer has no image, so the model would refuse it. It stays a label, and the tokens after
+        # it see padding instead.
+        sampled = torch.isin(batch["labels"], torch.tensor(placeholder_ids(model.config), dtype=torch.int64))
         batch["input_ids"] = batch["input_ids"].masked_fill(sampled, model.tokenizer.padding_id)
         if self.replays:  # [B, T, L, K]
             padding = (0, 0, 0, 0, 0)

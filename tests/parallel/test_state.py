@@ -271,7 +271,7 @@ def test_folder(tmp_path):
 
 
 def test_killed_while_it_deletes_an_outdated_checkpoint(tmp_path):
-    """What is left of it is not taken for a checkpoint, and the next save removes it."""
+    """The remaining files do not count as a checkpoint, and the next save removes them."""
     model = Run({}).model
     for step in (1, 2):
         save_state(tmp_path, step, model)

@@ -98,7 +98,7 @@ class QuantizedLinearUpstream(NamedTuple):
 
 
 class QuantizedLinearSaved(NamedTuple):
-    """What the forward saves for the backward: only W, because dx depends on dy and W, and W has no gradient."""
+    """The values saved for the backward: only W, because dx depends on dy and W, and W has no gradient."""
 
     weight: Annotated[Weight, WEIGHT]
 
