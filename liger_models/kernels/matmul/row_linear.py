@@ -179,6 +179,8 @@ def _row_linear_kernel(
 ):  # fmt: skip
     """Compute ROWS results for one row of x. The second program index is the index of this row.
 
+    Without STAGES, the first step reads all columns of W, and the kernel has no loop.
+
     If the kernels for x @ Aᵀ and for y run at the same time, LOW is "made" in the kernel for x @ Aᵀ and "awaited" in
     the kernel for y. Otherwise LOW is empty.
     """
@@ -200,11 +202,12 @@ def _row_linear_kernel(
     if LOW == "made":  # everything that the next kernel reads before it waits is now complete
         start_next(True)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in tl.range(0 if HAS_SCALE else COLUMNS, K, COLUMNS, num_stages=STAGES):
-        inside = start + column < K
-        weight = tl.load(at + start, mask=known & inside[None, :], other=0.0, eviction_policy="evict_first")
-        x = tl.load(x_ptr + start + column, mask=inside, other=0.0)
-        total += weight.to(tl.float32) * x.to(tl.float32)[None, :]
+    if STAGES:
+        for start in tl.range(0 if HAS_SCALE else COLUMNS, K, COLUMNS, num_stages=STAGES):
+            inside = start + column < K
+            weight = tl.load(at + start, mask=known & inside[None, :], other=0.0, eviction_policy="evict_first")
+            x = tl.load(x_ptr + start + column, mask=inside, other=0.0)
+            total += weight.to(tl.float32) * x.to(tl.float32)[None, :]
     # The first step, which was loaded before x was complete, is added last.
     if not HAS_SCALE:
         x = tl.load(x_ptr + column, mask=column < K, other=0.0)
@@ -326,7 +329,7 @@ def _launch_by_row(x: Tensor, weight: Tensor, y: Tensor, low: str = "") -> None:
     with on_device_of(x):
         _row_linear_kernel[(N, y.numel() // N)](
             x, weight, None, None, y, None, None, None, N, K, 0, weight.stride(0), HAS_SCALE=False, HAS_BIAS=False,
-            ACT="", RANKS=0, LOW=low, **overlap(x), ROWS=1, COLUMNS=columns, STAGES=1,
+            ACT="", RANKS=0, LOW=low, **overlap(x), ROWS=1, COLUMNS=columns, STAGES=0 if columns >= K else 1,
             num_warps=max(columns // LOW_COLUMNS_PER_WARP, 1),
         )  # fmt: skip
 
@@ -387,9 +390,11 @@ def row_linear_forward(
         if M == 1:
             # A single row is multiplied elementwise, without matrix units.
             columns = min(max(next_power_of_2(K), 32), COLUMNS)
+            # Without the loop, the kernel has a third of the registers, so that more programs run at once.
+            stages = 0 if columns >= K and scales is None else STAGES
             _row_linear_kernel[(cdiv(N, ROWS),)](
                 x, weight, scales, *ends, N, K, R, weight.stride(0), HAS_SCALE=scales is not None, ROWS=ROWS,
-                COLUMNS=columns, STAGES=STAGES, **constants, num_warps=NUM_WARPS,
+                COLUMNS=columns, STAGES=stages, **constants, num_warps=NUM_WARPS,
             )  # fmt: skip
             return y, product
         is_small = weight.numel() <= SMALL
