@@ -19,9 +19,16 @@ def no_sort(monkeypatch):
     monkeypatch.setattr(experts_module, "sort_by_expert", lambda *_: pytest.fail("the tokens were sorted"))
 
 
+KINDS = "dense", "nf4", "float8", "blocks"
+SHAPES = (1, 3, 7, 64, 192), (3, 3, 7, 128, 64), (43, 3, 9, 64, 64)
+EVEN = 1, 2, 3, 1024, 1024
+"""Widths that whole steps of the kernel for a single row of dense matrices divide."""
+
+
 @pytest.mark.cases(5)
-@pytest.mark.parametrize("kind", ["dense", "nf4", "float8", "blocks"])
-@pytest.mark.parametrize("shape", [(1, 3, 7, 64, 192), (3, 3, 7, 128, 64), (43, 3, 9, 64, 64)], ids=str)
+@pytest.mark.parametrize(
+    "shape, kind", [(EVEN, "dense"), *((shape, kind) for shape in SHAPES for kind in KINDS)], ids=str
+)
 def test_few_tokens_are_not_sorted(kernel_device, shape, kind, monkeypatch, poisoned_empty):
     """An expert has no copy, one, or more than a tile of them, among fewer or more than a program looks at first."""
     no_sort(monkeypatch)
