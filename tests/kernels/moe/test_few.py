@@ -27,7 +27,7 @@ EVEN = 1, 2, 3, 1024, 1024
 
 @pytest.mark.cases(5)
 @pytest.mark.parametrize(
-    "shape, kind", [(EVEN, "dense"), *((shape, kind) for shape in SHAPES for kind in KINDS)], ids=str
+    ("shape", "kind"), [(EVEN, "dense"), *((shape, kind) for shape in SHAPES for kind in KINDS)], ids=str
 )
 def test_few_tokens_are_not_sorted(kernel_device, shape, kind, monkeypatch, poisoned_empty):
     """An expert has no copy, one, or more than a tile of them, among fewer or more than a program looks at first."""
