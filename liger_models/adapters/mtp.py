@@ -98,7 +98,7 @@ class LigerMTP(nn.Module):
         config, mtp_format = model.config, format_of(type(model)).mtp
         if mtp_format is None:
             raise ValueError(
-                "LigerMTP: model must be of a family with a block for multi-token prediction, such as Qwen3.5 or "
+                "LigerMTP: model must be of a family with a multi-token prediction block, such as Qwen3.5 or "
                 f"DeepSeek V3, got {type(model).__name__}. LigerMedusa takes any model."
             )
         self.format = mtp_format(config)

@@ -78,7 +78,7 @@ class ObjectiveOptions:
 
     mtp_weight: float | None = _of(
         "sft, pretrain, grpo",
-        "weight of the loss of the block for multi-token prediction, which is then trained with the model, and drafts "
+        "weight of the loss of the multi-token prediction block, which is then trained with the model, and drafts "
         "tokens in rollouts; 0: it only drafts (default: the block is kept)",
         at_least=0,
     )

@@ -77,7 +77,7 @@ def test_frozen_weights_are_kept_and_saved_again(folders: tuple[Path, Path], tmp
 
 
 def with_mtp(codes: Path, dense: Path) -> None:
-    """Add a block for multi-token prediction, whose matrices are in float8, too."""
+    """Add a multi-token prediction block, whose matrices are in float8, too."""
     for folder in (codes, dense):
         tensors = read_tensors(folder)
         block = {name: each.clone() for name, each in tensors.items() if name.startswith("model.layers.1.")}

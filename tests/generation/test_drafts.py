@@ -1,4 +1,4 @@
-"""Drafts of a model's block for multi-token prediction: the tokens and their distribution are those without drafts."""
+"""Drafts of a model's multi-token prediction block: the tokens and their distribution are those without drafts."""
 
 import itertools
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""A model with its block for multi-token prediction trains under DistributedDataParallel as in one process."""
+"""A model with its multi-token prediction block trains under DistributedDataParallel as in one process."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The block for multi-token prediction in a training run: trained with the model, or kept and measured."""
+"""The multi-token prediction block in a training run: trained with the model, or kept and measured."""
 
 import json
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_a_trained_block_is_accepted_more_often_and_a_kept_one_is_reported(folde
     assert f"accepts {later[1]:.1%} of the block's first drafts, and before training {later[0]:.1%}" in (
         text := capsys.readouterr().out
     )
-    assert "The block for multi-token prediction was kept and not trained" in text
+    assert "The multi-token prediction block was kept and not trained" in text
 
 
 def test_grpo_trains_the_block_alone_on_its_loss_and_drafts_with_it(folder):
@@ -147,5 +147,5 @@ def test_what_is_refused(folder, tmp_path):
         train_on(folder, "refused", mtp_weight=0.1, lora_r=2)
     tokenizer = (folder / "checkpoint" / "tokenizer.json").read_text()
     save_llama(tmp_path / "llama", tokenizer)
-    with pytest.raises(ValueError, match="must be of a family with a block for multi-token prediction"):
+    with pytest.raises(ValueError, match="must be of a family with a multi-token prediction block"):
         train_on(folder, "llama", mtp_weight=0.1, model=str(tmp_path / "llama"))
