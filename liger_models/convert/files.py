@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from liger_models.common.chat_templates import ADDITIONAL
 from liger_models.common.json_files import parse_json
 from liger_models.convert.encodings import FLOATS, StoredTensor, check_quantization, quantization_of, recognize
 from liger_models.convert.folder import check_complete
@@ -101,7 +102,7 @@ def _advice(folder: Path) -> str:
 
 def asset_patterns(hf_config: Mapping[str, Any]) -> list[str]:
     """Return the names, or name patterns, of the files that are saved unchanged with a checkpoint."""
-    return [*ASSETS, *([CODE] if hf_config.get("auto_map") else [])]
+    return [*ASSETS, ADDITIONAL, *([CODE] if hf_config.get("auto_map") else [])]
 
 
 def read_model_type(hf_config: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from huggingface_hub.utils.tqdm import tqdm
 from torch import Tensor, nn
 
+from liger_models.common.chat_templates import join_templates
 from liger_models.convert.config_map import blaming, is_causal, read_config
 from liger_models.convert.encodings import FLOATS, Encoding, StoredTensor
 from liger_models.convert.files import (
@@ -212,9 +213,14 @@ def _headers_of_all(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_assets(folder: Path, hf_config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Read the files of a folder that are saved unchanged with the model, and return their contents by name."""
+    """Read the files of a folder that are saved unchanged with the model, and return their contents by name.
+
+    If there are several chat templates, all of them are in tokenizer_config.json.
+    """
     paths = {path for pattern in asset_patterns(hf_config) for path in folder.glob(pattern) if path.is_file()}
-    return {path.name: _read_asset(path) for path in sorted(paths)}
+    contents = {path: _read_asset(path) for path in sorted(paths)}
+    files = {path.name: content for path, content in contents.items() if path.parent == folder}
+    return join_templates(files, {path.stem: content for path, content in contents.items() if path.parent != folder})
 
 
 def _read_asset(path: Path) -> bytes:

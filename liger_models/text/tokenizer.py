@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
+from liger_models.common.chat_templates import ADDITIONAL, join_templates
 from liger_models.common.foreign import FOREIGN, foreign_arguments, is_hub_name, translate
 from liger_models.common.json_files import parse_json
 from liger_models.text.chat import Rendering, Span, Style, render_examples, render_prompt, select_template
@@ -187,7 +188,7 @@ class Tokenizer:
         if is_hub_name(folder):
             folder = snapshot_download(
                 str(folder), revision=revision, cache_dir=None if cache_dir is None else Path(cache_dir), token=token,
-                local_files_only=local_files_only, allow_patterns=list(_FILES),
+                local_files_only=local_files_only, allow_patterns=[*_FILES, ADDITIONAL],
             )  # fmt: skip
         folder = Path(folder)
         if not folder.is_dir():
@@ -195,7 +196,8 @@ class Tokenizer:
                 f"{folder}: must be a folder with {TOKENIZER_JSON}, got nothing there. Download it."
             )
         files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
-        tokenizer = cls.from_files(files)
+        additional = {path.stem: path.read_bytes() for path in sorted(folder.glob(ADDITIONAL))}
+        tokenizer = cls.from_files(join_templates(files, additional))
         tokenizer.padding_side = padding_side
         if pad_token is not None:
             tokenizer.pad_token = pad_token

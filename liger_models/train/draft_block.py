@@ -38,8 +38,8 @@ def make_block(model: CausalLM, weight: float | None, *, detached: bool, sharded
         return None
     if sharded:
         raise ValueError(
-            "train: mtp_weight needs a single process and dtype=bfloat16, because the multi-token prediction block can't "
-            "be sharded, got a model that FSDP shards. Set dtype=bfloat16 on one GPU, or leave mtp_weight out."
+            "train: mtp_weight needs a single process and dtype=bfloat16, because the multi-token prediction block "
+            "can't be sharded, got a model that FSDP shards. Set dtype=bfloat16 on one GPU, or leave mtp_weight out."
         )
     block = LigerMTP(model, loss_weight=weight, detached=detached)
     if not weight:

@@ -286,6 +286,21 @@ def test_rotary_frequencies_in_the_file_are_not_read(make_checkpoint: Make, tmp_
     assert_same_bits(read_tensors(tmp_path / "out"), tensors)
 
 
+def test_several_chat_templates_are_carried(make_checkpoint: Make, tmp_path: Path) -> None:
+    """They are in the tokenizer's configuration, where transformers reads them too: a subfolder can't be exchanged."""
+    source = make_checkpoint()
+    edit = {"chat_template.jinja": b"plain", "tokenizer_config.json": b'{"a": 1}', "tokenizer.json": b"{}"}
+    for name, content in edit.items():
+        (source / name).write_bytes(content)
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("größer", encoding="utf-8")
+    load(source).save_pretrained(tmp_path / "out")
+    written = listing(tmp_path / "out")
+    assert not any("template" in name for name in written)
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "größer"}]
+    assert json.loads(written["tokenizer_config.json"]) == {"a": 1, "chat_template": named}
+
+
 def test_config_and_assets_are_carried(make_checkpoint: Make, tmp_path: Path) -> None:
     source = make_checkpoint()
     for name, content in ASSETS.items():

@@ -62,6 +62,25 @@ def test_templates_by_name(make_folder: Callable[..., Path]) -> None:
         assert ours.apply_chat_template(MESSAGES, tokenize=False, **options) == text
 
 
+def test_templates_in_files_by_name(make_folder: Callable[..., Path], tmp_path: Path) -> None:
+    """A template is a file of its own where transformers writes several, and all are saved with a tokenizer."""
+    named = {"default": "größer", "tool_use": "{{ tools[0].function.name }}", "rag": "{{ documents[0].text }}"}
+    folder, saved = make_folder(chat_template="from the config"), tmp_path / "saved"
+    _, theirs = pair(folder)
+    theirs.chat_template = named
+    theirs.save_pretrained(folder)
+    assert (folder / "additional_chat_templates" / "tool_use.jinja").is_file()
+    Tokenizer.from_pretrained(folder).save_pretrained(saved)
+    for ours, theirs in (pair(folder), pair(saved)):
+        assert ours.chat_template == theirs.chat_template == named
+        for options in ({}, {"tools": [TOOL]}, {"chat_template": "rag", "documents": [{"title": "a", "text": "all"}]}):
+            text = theirs.apply_chat_template(MESSAGES, tokenize=False, **options)
+            assert ours.apply_chat_template(MESSAGES, tokenize=False, **options) == text
+    (folder / "additional_chat_templates" / "rag.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="chat template rag: must be UTF-8"):
+        Tokenizer.from_pretrained(folder)
+
+
 def test_a_template_file_comes_first(make_folder: Callable[..., Path]) -> None:
     folder = make_folder(chat_template="from the config")
     (folder / "chat_template.jinja").write_text("größer: {{ messages | length }}", encoding="utf-8")
