@@ -29,9 +29,9 @@ NamedTuples. The op's schema is derived from the annotations of the NamedTuples'
     outputs = op(Inputs(x=x, norm=norm, weight=weight))
 
 `Op.differentiable` adds the backward, with two more NamedTuples: one for the saved values, and one for the gradients.
-The NamedTuple of gradients has two uses, so its fields are annotated as `Any`. By itself, it holds gradients, and its
-fields stand for ``Tensor | None``. As ``Annotated[..., bool]``, it says which gradients are needed, and its fields
-stand for bools::
+The NamedTuple of gradients has two uses, so its fields are annotated as `Any`. As the annotation ``Gradients``, it
+holds gradients, and its fields stand for ``Tensor | None``. As the annotation ``Annotated[Gradients, bool]``, it says
+which gradients are needed, and its fields stand for bools::
 
     class Gradients(NamedTuple):
         x: Any = None
@@ -87,9 +87,10 @@ class Argument(NamedTuple):
 
     Attributes:
         schema: the arguments that represent the value, with ``{0}`` for the name of the field. Only the first argument
-            may lack a default value. If the first argument with a default has this default value, the op knows that the
-            value was not converted. A value that was not converted is passed as the argument without a default, or is
-            None if every argument has a default.
+            may lack a default value. A value that needs no conversion is passed as this first argument, and all other
+            arguments then have their default values. If all arguments have default values, these stand for None. If the
+            first argument with a default has its default value, the op takes the value for unconverted. For a converted
+            value, this argument must therefore differ from its default.
         to_op: function that maps the value, which is not None, to all of its arguments. It returns None if the value
             itself is the first argument.
         from_op: function that maps all arguments of the value back to the value.
@@ -120,7 +121,7 @@ class Arguments:
         namespace: dict[str, Any] = {"_join": _join, "_new": tuple.__new__}
 
         def add(fields: Any, prefix: str, any_type: str) -> tuple[str, str]:
-            """Add the fields of a NamedTuple, and return the source of a pattern and an expression.
+            """Add the fields of a NamedTuple, and return the source code of a pattern and of an expression.
 
             The pattern unpacks the NamedTuple, and the expression builds it again.
             """
@@ -144,7 +145,7 @@ class Arguments:
             return f"({', '.join(patterns)},)", f"_new(_type_{prefix}, ({', '.join(expressions)},))"
 
         def add_argument(name: str, argument: Argument) -> str:
-            """Add a field with an `Argument`, and return the source of an expression that restores the field."""
+            """Add a field with an `Argument`, and return the source code of an expression that restores it."""
             # At most the first parameter, the head, has no default. In the whole schema, heads come first.
             schema = argument.schema.format(name)
             parameters = _parse(schema)
@@ -348,8 +349,8 @@ def _need_without_dispatcher(arguments: Sequence[Any]) -> bool | None:
     """Return whether a call needs gradients, or None if the call must pass through PyTorch's dispatcher.
 
     On the host, the dispatcher takes as much time as the rest of a forward. The dispatcher is not needed if nothing
-    traces, transforms or observes the call (no compiler, mode, tensor subclass or profiler), because it would then only
-    call autograd and the op's forward.
+    traces, transforms or observes the call (no compiler, mode, tensor subclass or profiler), because the dispatcher
+    would then only call autograd and the op's forward.
     """
     if (
         torch.compiler.is_compiling()
@@ -374,7 +375,10 @@ def _need_without_dispatcher(arguments: Sequence[Any]) -> bool | None:
 def without_dispatcher(
     op: Any, implementation: Callable[..., Any], apply: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """Return a function that calls an op, and skips PyTorch's dispatcher whenever it is not needed.
+    """Return a function that calls an op, and skips PyTorch's dispatcher when the dispatcher is not needed.
+
+    The dispatcher is not needed if nothing traces, transforms or observes the call.
+
 
     Args:
         op: the op, which is called with all of its arguments by position.
@@ -405,13 +409,15 @@ def define_op(
 ) -> Callable[Parameters, Result]:
     """Define an op whose inputs are the parameters of a function, and return the function that runs the op.
 
-    The returned function takes all inputs by position. `without_dispatcher` says when it skips PyTorch's dispatcher.
+    The returned function takes all inputs by position. The function skips PyTorch's dispatcher where possible (see
+    `without_dispatcher`).
 
-    The first parameters of ``backward`` are the gradients of the outputs. The names of its other parameters say what is
-    passed: a parameter with the name of an input or an output gets the tensor or number that the forward saves, and
-    ``need_<input>`` gets a bool that says whether this input needs a gradient. If the gradients of all outputs are
-    missing, the inputs get no gradients, and ``backward`` is not called. If only some of these gradients are missing,
-    zeros replace the missing ones, except that parameters annotated as ``Tensor | None`` get None.
+    The first parameters of ``backward`` are the gradients of the outputs. The names of the other parameters of
+    ``backward`` say what is passed. A parameter with the name of an input or an output gets the tensor or number that
+    the forward saves. A parameter ``need_<input>`` gets a bool that says whether this input needs a gradient. If the
+    gradients of all outputs are missing, the inputs get no gradients, and ``backward`` is not called. If only some of
+    these gradients are missing, a parameter annotated as ``Tensor | None`` gets None for a missing gradient, and any
+    other parameter gets zeros.
 
     Args:
         name: name of the op, which is available as ``torch.ops.liger_models.<name>``.
@@ -420,8 +426,8 @@ def define_op(
         fake: implementation for fake tensors, which have shapes and dtypes but no values. If each output has the shape
             and dtype of an input, the names of these inputs suffice. If such an input is None, the output is an empty
             tensor.
-        outputs: names of the outputs, separated by spaces. Needed if ``backward`` takes outputs, or if the result is
-            annotated as a tuple of any length.
+        outputs: names of the outputs, separated by spaces. The names are needed if ``backward`` takes outputs, or if
+            the result is annotated as a tuple of any length.
         backward: function that returns the gradients of inputs; None if the op has no backward. The function may itself
             be an op.
         gradients: names of the inputs whose gradients ``backward`` returns, in this order. For an input that needs no
@@ -429,8 +435,8 @@ def define_op(
         constants: names of the outputs that have no gradients.
         needs: maps parameters of ``backward`` to names of inputs. Each of these parameters gets a bool that says
             whether at least one of its inputs needs a gradient.
-        sizes: maps parameters of ``backward`` to pairs of an input's name and one of its dimensions. Each of these
-            parameters gets the size of the dimension, so the input need not be saved.
+        sizes: maps parameters of ``backward`` to pairs: the name of an input, and the index of one of its dimensions.
+            Each of these parameters gets the size of the dimension, so the input need not be saved.
     """
     hints = get_type_hints(forward, include_extras=True)
     arguments = []
