@@ -37,8 +37,8 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 BLOCK = 1024
 NUM_WARPS = 8
 """Number of results per program, and number of warps per program. In bf16, a thread loads 4 pairs of gate and up in one
-16-byte vector and computes 4 results. Splitting and interleaving then need no shared memory. With 8 pairs per thread,
-they would need it."""
+16-byte vector and computes 4 results. Splitting and interleaving then need no shared memory, which they would need with
+8 pairs per thread."""
 
 
 def gated_act_reference(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
