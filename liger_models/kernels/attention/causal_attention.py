@@ -177,7 +177,7 @@ class LaunchPlan:
 
     Attributes:
         launches: the heads and queries of each launch.
-        room: number of places in the workspace, which all launches share.
+        room: number of places (tiles) in the workspace, which all launches share.
         documents, low, last: see `bounds`.
         score_constants: constants of the kernels that compute scores.
         sum_constants: constants of the kernel that adds the sums of tiles.

@@ -53,9 +53,9 @@ MOST_QUERIES = 2**13
 all read the keys."""
 
 MOST_LATENT_QUERIES, LATENT_BYTES = 2**15, 2**16
-"""The corresponding sizes if the values are columns of the keys: maximum number of elements in a program's queries, and
-twice the number of bytes of keys per step. These sizes (64 rows of 512 columns, and 32 keys of 576 columns) apply to
-half precision on GPUs with enough shared memory (Hopper, Blackwell)."""
+"""For values that are columns of the keys: maximum number of elements in a program's queries, and twice the number of
+bytes of keys that a program loads per step. These numbers (64 rows of 512 columns, and 32 keys of 576 columns) replace
+MOST_QUERIES and STEP_BYTES in half precision on GPUs with enough shared memory (Hopper, Blackwell)."""
 
 COMBINED_COLUMNS = 128
 """Number of columns of a head that a program of the second kernel combines."""

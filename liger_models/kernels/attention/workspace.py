@@ -94,7 +94,7 @@ def tile_at(
     place, part, low_ptr, H: tl.constexpr, GROUP: tl.constexpr, BOUNDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return five properties of the tile at a place: row of the batch, query head, first query, first key, visibility.
+    """Return the batch row, the query head, the first query, the first key, and the visibility of the tile at a place.
 
     With bounds (a window or documents), a tile is visible if one of its queries may see one of its keys. Without
     bounds, all tiles count as visible.
@@ -128,8 +128,8 @@ class Launch(NamedTuple):
         part: the heads and queries.
         kv_heads: number of KV heads in this launch, out of the B · G KV heads of all rows.
         key_tiles: number of key tiles that the queries see.
-        later: whether an earlier launch sees some of these keys with query heads of the same KV heads.
-        finished: index of the first key tile that no later launch sees.
+        later: whether the queries of an earlier launch see some of these keys, with query heads of the same KV heads.
+        finished: index of the first key tile that no query of a later launch sees.
     """
 
     part: Part

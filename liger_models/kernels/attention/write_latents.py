@@ -158,7 +158,8 @@ def write_latents(
         norm: the RMSNorm of c, with a weight.
         cos, sin: [1 or N, 1, at most R / 2], the tables of the rotation; None to copy ``rope`` without a rotation.
         q: [N, Q] in the dtype of the pages; None if there are no latents of queries.
-        q_weight: [Q], the weight of the RMSNorm of q, whose other constants are those of ``norm``.
+        q_weight: [Q], the weight of the RMSNorm of q. The other constants of this RMSNorm are the constants of
+            ``norm``.
         interleaved: as in `rope`.
 
     Returns:
