@@ -136,7 +136,7 @@ def is_fnuz(device: torch.device) -> bool:
 
 
 def float8_dtype(device: torch.device, wide: bool = False) -> torch.dtype:
-    """Return the device's float8 format with 3 mantissa bits or, if ``wide``, its format with 2 and a wider range."""
+    """Return the device's float8 format with 3 mantissa bits or, if ``wide``, the format with 2 mantissa bits."""
     if is_fnuz(device):
         return torch.float8_e5m2fnuz if wide else torch.float8_e4m3fnuz
     return torch.float8_e5m2 if wide else torch.float8_e4m3fn
@@ -488,8 +488,9 @@ def round_matrix(
         gradient: whether the matrix is a gradient, which some recipes round to e5m2.
         rows: whether to round by rows, [N, C].
         columns: whether to round by columns, [C, N], with N padded to a multiple of 16.
-        amax: [1] fp32, the largest absolute value of previous matrices, or 0. None stands for 0. If this matrix has a
-            larger absolute value, ``amax`` is set to it, in place. ``amax`` is used only with one scale per operand.
+        amax: [1] fp32, the largest absolute value of the previous matrices. 0 or None means that there are none. With
+            one scale per operand, ``amax`` is raised in place to the largest absolute value of this matrix. With one
+            scale per row, ``amax`` is not used.
         known: whether amax is already at least the largest absolute value of this matrix.
     """
     dtype = float8_dtype(matrix.x.device, gradient and recipe.wide_gradients)
