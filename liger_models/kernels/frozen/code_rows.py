@@ -21,9 +21,10 @@ them:
 One product of the matrix units adds A [16, 16] @ B [16, 8] to its sums. If x has several rows, a row of A is a row of
 W, and a column of B is a row of x. For a single row of x, this would leave seven columns unused, and a warp would read
 64 bytes of each of eight rows of W at a time. Instead, the rows n and n + 8 of A are two rows of W, and column n of B
-is x. The n-th group of four lanes handles some columns of W, and these two rows of A and this column of B hold only the
-elements at those columns. The diagonal of the result then holds the sums that are needed, and the other elements are
-not used. The columns that a group handles can be chosen freely, so a warp can read 512 contiguous bytes of a row of W.
+is x. The n-th group of four lanes handles some columns of W. Rows n and n + 8 of A and column n of B hold only the
+elements at these columns of W. The diagonal of the result then holds the sums that are needed, and the other elements
+are not used. The columns that a group handles can be chosen freely, so a warp can read 512 contiguous bytes of a row of
+W.
 
 Source: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma.
 """

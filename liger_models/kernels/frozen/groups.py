@@ -63,8 +63,8 @@ power of 2."""
 ROW_TILE = (4, 512, 4)
 TILES = ((8, 16, 128, 4), (32, 32, 128, 4))
 """`ROW_TILE` is the tile of the kernel for one row of x: number of results per program, number of columns per step, and
-number of warps. Each entry of `TILES`, which is for several rows, has the maximum number of rows of x and then the same
-three numbers."""
+number of warps. `TILES` is for several rows of x. Each of its entries has the maximum number of rows of x, followed by
+the same three numbers."""
 
 
 class GroupConstants(NamedTuple):

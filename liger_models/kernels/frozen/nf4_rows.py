@@ -68,9 +68,10 @@ def _step(kind: str, columns: int) -> str:
     lanes if ``columns`` is 8.
 
     $0 to $3 are the new sums, and $4 to $7 are the old sums. In each of the two lists, the sums of row ``group`` come
-    first. $8 and $9 are the addresses of the codes of the two rows, and $10 is the address of x. $11 and $12 are the
-    numbers of blocks after these addresses in the codes and in x. $13 selects the codes by which x is multiplied; -1
-    selects no codes. $14 to $17 are two scales for each of the two rows, and $18 is the address from `fill`.
+    first. $8 and $9 are the addresses of the codes of the two rows, and $10 is the address of x. $11 is the number of
+    blocks of codes from these addresses on, and $12 is the number of blocks of x from its address on. $13 selects the
+    codes by which x is multiplied; -1 selects no codes. $14 to $17 are two scales for each of the two rows, and $18 is
+    the address from `fill`.
     """
     slots, lanes = 8 // columns, 4 if columns == 8 else 2
     loads, words, numbers = max(slots * lanes // 4, 1), 8 // lanes, 32 // lanes

@@ -43,8 +43,8 @@ WEIGHT = Argument(
     weight_for_op,
     _weight_from_op,
 )
-"""Represents a `Weight` by arguments of an op. The first argument is the dense weight if all others have their default
-values, and otherwise the codes.
+"""Represents a `Weight` by arguments of an op. If all other arguments have their default values, the first argument is
+the dense weight. Otherwise, the first argument is the codes.
 
 The tensors are named as in NF4; tensors that the format lacks are None. The layout holds the number of the format, the
 number of dimensions, the shape, and the weight's own ``layout``.
