@@ -17,7 +17,7 @@ def _scan_back(
     HAS_OUT: tl.constexpr, HAS_FINAL: tl.constexpr, STORE_INITIAL: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dX, the gradient of the state after each chunk, and the gradient of the initial state.
+    """Compute dX, dS (the gradient of the state after each chunk), and the gradient of the initial state.
 
     This function goes from the last chunk to the first. The structure is the same as in `scan`.
     """

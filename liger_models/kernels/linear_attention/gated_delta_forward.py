@@ -8,9 +8,9 @@ from liger_models.kernels.linear_attention.documents import locate
 from liger_models.kernels.tiles import exp
 
 LEAST_DECAY = tl.constexpr(-87.0)
-"""Lower bound to which smaller logarithms of decays are raised. It is the logarithm of 1e-38. The logarithm of the
-decay between two tokens is computed as a difference of two sums of up to 64 logarithms, and large sums would lose
-accuracy."""
+"""Smallest logarithm of a decay, which is the logarithm of 1e-38. A smaller logarithm is replaced by this number. The
+logarithm of the decay between two tokens is computed as a difference of two sums of up to 64 logarithms, and large sums
+would lose accuracy."""
 
 
 @triton.jit
@@ -87,7 +87,8 @@ def _times(left, right, PRECISION: tl.constexpr):
     """Compute left @ right as a batch of one product.
 
     For each product of two matrices, Triton searches for all products that depend on this product, or on which this
-    product depends. For the 40 products of an inverse, this search took half of the compilation time.
+    product depends. For the 40 products of an inverse, this search took half of the compilation time. Triton does not
+    search for batches of products.
     """
     return tl.reshape(tl.dot(left[None], right[None], input_precision=PRECISION), left.shape)
 

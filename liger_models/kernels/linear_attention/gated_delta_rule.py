@@ -166,7 +166,7 @@ class DeltaRule:
 
     @functools.cached_property
     def cu(self) -> Tensor:
-        """The bounds of the documents. A kernel for a few tokens does not need them."""
+        """The bounds of the documents, computed on first use. The kernel for a few tokens does not use them."""
         return bounds(*self._bounded)
 
     def prepare(self, need_p: bool, inverse: Tensor | None = None) -> tuple[Tensor, ...]:

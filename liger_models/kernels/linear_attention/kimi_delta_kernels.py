@@ -246,7 +246,7 @@ def _scan_back(
     DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_OUT: tl.constexpr,
     HAS_FINAL: tl.constexpr, STORE_INITIAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dX, the gradient of the state after each chunk, and the gradient of the initial state.
+    """Compute dX, dS (the gradient of the state after each chunk), and the gradient of the initial state.
 
     This function goes from the last chunk to the first. The structure is the same as in `_scan`.
     """
@@ -387,7 +387,7 @@ def kimi_query_gradients_kernel(
     BLOCK: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, LEVELS: tl.constexpr, DOCUMENTS: tl.constexpr,
     NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """For one chunk and head, compute dq, dP scaled by norms, and the queries' part of the running sums' gradients.
+    """For one chunk and head, compute dq, dP scaled by norms, and the terms of dG that contain q̂.
 
     Like the kernel for the keys, this kernel computes BLOCK channels at a time, because registers would spill with more
     channels.

@@ -124,7 +124,10 @@ def _conv_kernel(
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_INITIAL: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Compute TOKENS consecutive tokens of CHANNELS channels per program. All tensors in the kernel are [CHANNELS]."""
+    """Compute the outputs of TOKENS consecutive tokens in CHANNELS channels per program.
+
+    All tensors in the kernel are [CHANNELS].
+    """
     n, start, _, first, last = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, TOKENS)
     if first == last:
         return

@@ -7,7 +7,7 @@ part's columns of unit 1, and so on. Each part can be multiplied by its own fact
     y[part, u, i] = cast(scale · x[u, start of the part in a unit + i])
 
 One kernel writes all outputs, and the backward is the same kernel in the other direction. Nothing is saved. A program
-moves consecutive elements of one part of a few tokens. Programs for the same tokens have adjacent indices, because
+moves consecutive elements of one part, for a few tokens. Programs for the same tokens have adjacent indices, because
 columns of different parts are in the same cache lines of x.
 """
 
