@@ -162,7 +162,7 @@ def _as_rows(groups: int, *tensors: Tensor) -> list[Tensor]:
 
 
 def _groups(x: Tensor, weight: Tensor | None) -> int:
-    """Return the number of groups with weights of their own, or 1 if all rows share a weight or there is none."""
+    """Return the number of groups that have weights of their own; 1 with a shared weight or without a weight."""
     return 1 if weight is None else weight.numel() // x.shape[-1]
 
 
