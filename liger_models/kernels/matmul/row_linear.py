@@ -15,9 +15,9 @@ If x has 2 to `MOST_ROWS` rows, the kernel uses matrix units. If W has too few r
 several programs divide the columns of W, and a second kernel adds their sums. If W is small, reading W takes less time
 than launching a second kernel. One kernel with smaller tiles then computes all sums, for up to `MOST_SMALL_ROWS` rows.
 
-The single-row kernel computes x @ Aᵀ and z, with one program for each pair of a row of x and a row of A or W. If x has
-a single row, then on Hopper and later GPUs the kernel for y runs at the same time as the kernel for x @ Aᵀ. The kernel
-for y waits for x @ Aᵀ only after it has computed its own sums (see `overlap`).
+The kernel for a single row also computes x @ Aᵀ and z. It then has one program for each pair of a row of x and a row of
+A or W. If x has a single row, then on Hopper and later GPUs the kernel for y runs at the same time as the kernel for x
+@ Aᵀ. The kernel for y waits for x @ Aᵀ only after it has computed its own sums (see `overlap`).
 """
 
 from typing import Any
@@ -57,8 +57,8 @@ per warp. A whole row is nearly always read at once."""
 
 MOST_ROWS = 16
 """Maximum number of rows of x for which these kernels run. On an H200, for the projections of Llama 3.2 3B plus the
-activation, these kernels take 0.95 times as long as cuBLAS plus the activation kernel if there are 16 rows, and equally
-long if there are 64 rows."""
+activation, these kernels take 0.95 times as long as cuBLAS plus the activation kernel with 16 rows, and the same time
+with 64 rows."""
 
 TILE_ROWS, TILE_COLUMNS = 64, 128
 TILE_WARPS = 4

@@ -5,10 +5,10 @@
     y = x @ Wᵀ                            in fp32
     dx = dy @ W,   dW = dyᵀ @ x           rounded to bf16, from dy in fp32
 
-A product of two bf16 numbers is exact in fp32, so x and W need not be cast to fp32. The difficulty is the sum: a tensor
-core of Hopper truncates where an fp32 addition rounds, so the error of a long sum in its accumulator is about ten times
-the error of a sum in fp32. The forward kernel therefore starts a new sum after every `COLUMNS` columns, and adds these
-sums with fp32 additions.
+A product of two bf16 numbers is exact in fp32, so x and W need not be cast to fp32. The difficulty is the sum. A tensor
+core of Hopper truncates where an fp32 addition rounds, so a long sum on a tensor core has about ten times the error of
+a sum in fp32. The forward kernel therefore starts a new sum after every `COLUMNS` columns, and adds these sums with
+fp32 additions.
 
 In the backward, dy is split into three bf16 numbers, ``dy = h + m + l``. A bf16 number has 8 significant bits and an
 fp32 number has 24, so the split is exact. The results are rounded to bf16. This rounding error is far larger than the
@@ -43,7 +43,7 @@ GPU."""
 
 PROGRAMS, MOST_PARTS = 512, 16
 """For dW, the rows are divided into parts such that there are about PROGRAMS programs, but into at most MOST_PARTS
-parts. These numbers do not depend on the device, so the order of the sum does not depend on it either."""
+parts. These numbers do not depend on the device, so the order of the sum is the same on all devices."""
 
 
 def wide_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
