@@ -85,9 +85,9 @@ WORKSPACE_MIB = 1024
 the chunks take 0.7 GiB for this model, so a smaller limit would save little memory."""
 
 MIN_CHUNK = 16384
-"""The maximum number of rows per chunk is never less than this number, however much memory u takes. According to a
-calculation for an H200, reading and writing the sums takes 1.5% of the time of a chunk's backward if the chunk has this
-size, for any C and F, and 3% if it has half as many rows."""
+"""The maximum number of rows per chunk is never less than this number, however much memory u takes. A calculation for
+an H200 gives the share of a chunk's backward that reading and writing the sums takes: 1.5% for a chunk of this size,
+and 3% for half as many rows. These shares do not depend on C and F."""
 
 
 def _chunk_rows(N: int, row_bytes: int) -> int:
@@ -484,8 +484,8 @@ def gated_mlp(
         norm_bias: [C], the bias of a LayerNorm; None for no bias.
         recompute: whether to recompute gate and up in the backward instead of saving them, at the cost of one more
             matrix product. The gradients do not change. The reference backend ignores this option.
-        need_y: whether y is needed. If not, and if ``recompute`` is set, y is left uninitialized. Callers that use only
-            the gradient of y pass False. The reference backend ignores this option.
+        need_y: whether y is needed. Callers that use only the gradient of y pass False. With ``recompute``, y is then
+            left uninitialized. The reference backend ignores this option.
         ranks: tensor-parallel ranks, each of which has its own pairs of gate and up; None for one rank. y is then the
             rank's part of a sum over the ranks, so down_bias must be None, and the caller adds the bias to the sum.
             With ``ranks.sequence_parallel``, x and residual hold the rank's own tokens, y covers all tokens, and the

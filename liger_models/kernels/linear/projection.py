@@ -65,7 +65,7 @@ class ProjectionGradients(NamedTuple):
 
     @property
     def by_rows(self) -> bool:
-        """Whether any gradient is needed that is computed from the input rows of the projection."""
+        """Whether any of the needed gradients is computed from the input rows of the projection."""
         return bool(self.weight or self.low_rank_A or self.low_rank_B)
 
     def to(self, dtype: torch.dtype) -> "ProjectionGradients":
@@ -91,7 +91,7 @@ def mark_constants(ctx: Any, h: Tensor | None, need_stream: bool, *constants: Te
 
     Args:
         ctx: autograd context of the op.
-        h: the residual stream, if it is an output. It is marked unless ``need_stream`` is True.
+        h: the residual stream; None if it is not an output. h is marked only if ``need_stream`` is False.
         need_stream: whether x or the residual needs a gradient.
         *constants: other outputs that are not differentiable.
     """
