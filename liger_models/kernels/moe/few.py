@@ -1,6 +1,6 @@
 """Products of a few rows with their experts' matrices. The products take about as long as reading the matrices.
 
-These kernels compute no gradients, which a decoding step does not need. The copies of the tokens are numbered as in
+These kernels are for decoding steps, and compute no gradients. The copies of the tokens are numbered as in
 `permutation`, s = n · K + k. e is the expert of a copy, and A is one of the activations of `expert_act`::
 
     g_s = A(Wgu_e · x_n + bgu_e)          one kernel
@@ -8,9 +8,10 @@ These kernels compute no gradients, which a decoding step does not need. The cop
     y_n = Σ_k w_nk · (o_s + bd_e)         `permutation.unpermute`
 
 The copies are not sorted. There is one program for each pair of a copy and a block of rows of the matrix of the copy's
-expert. The program finds the other copies that have the same expert, and multiplies up to `FEW_ROWS` copies at once,
-unless the program of an earlier copy multiplies them. If there is only one token, all its copies have different
-experts. Each copy is then multiplied separately, without matrix units, as in `row_linear`.
+expert. The copies of an expert form tiles of up to `FEW_ROWS` copies. The program of a tile's first copy finds the
+other copies of the tile, and multiplies all of them at once. The programs of the other copies do nothing. If there is
+only one token, all its copies have different experts. Each copy is then multiplied separately, without matrix units, as
+in `row_linear`.
 
 If rows are sorted because a backward follows, `few_product` multiplies the sorted rows by frozen matrices in the same
 way. All these kernels read matrices in their stored form (dense, float8, or 4 bits), and read only the matrices of
@@ -40,8 +41,9 @@ FEW_ROWS = 16
 """Number of rows per tile. These kernels run if experts have at most this many rows on average."""
 
 FEW_COPIES = 128, 512
-"""Two limits on the number of copies that a program searches for copies of the same expert. A launch uses the smaller
-limit if it suffices. If there are more copies than the larger limit, the copies are sorted."""
+"""To find the copies of an expert, a program reads the experts of all copies, of which there may be at most this many.
+A launch uses the smaller of the two limits if there are no more copies than this limit. If there are more copies than
+the larger limit, the copies are sorted, and other kernels run."""
 
 FEW_BLOCKS = {"nf4": (64, 64), "float8": (32, 128), "blocks": (64, 128), "groups": (64, 64), "dense": (32, 128)}
 FEW_WARPS = 4
@@ -63,9 +65,9 @@ def _few_tile(
 ):  # fmt: skip
     """Return a tile's expert, the tile's first row, the end of the expert's rows, and whether the tile has any rows.
 
-    If rows are sorted, ``where_ptr`` points to the end of the rows of each of COUNT experts. Otherwise, it points to
-    the expert of each of COUNT copies. In this case, each copy has its own tile, and the copy's row index is the number
-    of earlier copies with the same expert.
+    If rows are sorted, ``where_ptr`` points to the end of the rows of each of COUNT experts. If rows are not sorted,
+    ``where_ptr`` points to the expert of each of COUNT copies. Each copy then has its own tile, and the copy's row
+    index is the number of earlier copies with the same expert.
     """
     if SORTED:
         expert, first, end = _rows_of_tile(tile, where_ptr, COUNT, BLOCK, BLOCK_ROWS)
