@@ -1,7 +1,8 @@
 """RMSNorm of heads whose elements are held as pairs x1, x2 [ROWS, BLOCK], for `qk_norm_rope` and `qkv_norm_rope`.
 
-The norm is over one head, which is one row, or, if the flag WHOLE is set, over all heads that the program holds. In the
-backward, let s be the weight multiplied by the gradient of the normalized head::
+Without the flag WHOLE, the norm is over one head, which is one row. With WHOLE, the norm is over all heads that the
+program holds. In the backward, let r be the inverse RMS, and let s be the weight multiplied by the gradient of the
+normalized head::
 
     dx = r · (s − x · r² · mean(s · x))
 """
@@ -14,9 +15,10 @@ from liger_models.kernels.rope.rope import store_heads
 HEAD_WARPS_PER_SM, HEAD_STAGES = 64, 4
 WHOLE_WARPS_PER_SM, WHOLE_STAGES = 16, 3
 """For a backward in which each program sums weight gradients over its tokens: number of warps per multiprocessor, and
-number of tokens that a program has in flight if shared memory can hold them. HEAD is for norms over one head, and WHOLE
-for norms over all heads. On an H200, with heads of 128, the backward reaches 0.81 of the copy bandwidth for 32 + 8
-heads and 0.99 for 32 + 32 heads. With one token in flight, the backward would reach 0.73 and 0.87."""
+number of tokens that a program has in flight if shared memory can hold them. The numbers whose names begin with HEAD
+are for norms over one head, and the numbers whose names begin with WHOLE are for norms over all heads. On an H200, with
+heads of 128, the backward reaches 0.81 of the copy bandwidth for 32 + 8 heads and 0.99 for 32 + 32 heads. With one
+token in flight, the backward would reach 0.73 and 0.87."""
 
 
 @triton.jit

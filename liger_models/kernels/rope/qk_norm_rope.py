@@ -14,9 +14,10 @@ In the backward of q, let dz be dq rotated back, and let s = dz · (weight_offse
 
     dx = r · (s − x · r² · mean(s · x)),   dw = Σ dz · n
 
-The packed projection is saved, and the backward recomputes r from it. Attention saves the outputs in any case, but
-these would not suffice, because they do not determine n where a weight is 0. The weight gradients are summed in fp32:
-each program writes a partial sum, and `sum_partials` adds the partial sums.
+The packed projection is saved, and the backward recomputes r from it. Attention saves the outputs of this op in any
+case. The backward cannot use these outputs instead of the packed projection, because they do not determine n where a
+weight is 0. The weight gradients are summed in fp32: each program writes a partial sum, and `sum_partials` adds the
+partial sums.
 
 Source: https://arxiv.org/abs/2010.04245, as in Qwen3 (https://arxiv.org/abs/2505.09388), Gemma 3
 (https://arxiv.org/abs/2503.19786) and OLMo 2 (https://arxiv.org/abs/2501.00656).

@@ -1,9 +1,9 @@
 """RMSNorm of queries, keys and values, and rotary embedding of queries and keys, fused with the split of packed QKV.
 
 The packed projection is grouped by KV head. Each group consists of its H / G query heads, then its key, then its value.
-If the projection has no values, the key is also the value. If it has neither keys nor values, the layer uses the keys
-and values of another layer. Every head is normalized separately. The forward is computed in fp32, with r = 1 /
-sqrt(mean(x²) + eps) and n = x · r::
+If the projection has no values, the key is also the value. If the projection has neither keys nor values, the layer
+uses the keys and values of another layer. Every head is normalized separately. The forward is computed in fp32, with r
+= 1 / sqrt(mean(x²) + eps) and n = x · r::
 
     q, k = cast(rotated(cast(n · w)))     w [D] is the weight of queries or keys; rotated as in `rope`
     v = cast(n)
