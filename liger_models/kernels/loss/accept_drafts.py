@@ -6,9 +6,9 @@ Let a row have the drafts d_1 ... d_k and the model's choices y_1 ... y_{k+1}::
     n = number of tokens up to the first stop token of y_1 ... y_n          if there is one
     n = min(n, remaining)
 
-Then n is added to the row's numbers of cached tokens and of new tokens, and subtracted from its number of remaining
-tokens, which becomes 0 after a stop token. y_n becomes the row's last token. In plain PyTorch, these steps would take
-thirty kernels, each for a few numbers.
+Then n is added to the row's number of cached tokens and to its number of new tokens, and subtracted from its number of
+remaining tokens. After a stop token, the number of remaining tokens is set to 0. y_n becomes the row's last token. In
+plain PyTorch, these steps would take thirty kernels, each for a few numbers.
 
 Source: https://arxiv.org/abs/2211.17192.
 """

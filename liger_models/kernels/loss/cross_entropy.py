@@ -355,7 +355,7 @@ def token_statistics(
     entropy: Tensor | None = None,
     vocabulary: int | None = None,
 ) -> TokenStatistics | None:
-    """Compute the statistics of ``logits`` [N, V] unless ``lse`` is given, and the gradient if ``gradient`` is given.
+    """Compute the statistics of ``logits`` [N, V] if ``lse`` is None, and the gradient if ``gradient`` is given.
 
     Args:
         lse: [N, 2], max z and Σ exp(z − max z) over the whole vocabulary, if they are known already.
@@ -364,7 +364,7 @@ def token_statistics(
         gradient: [N, V], to which the gradient is written. It may be ``logits`` itself, because each element is read
             before it is overwritten.
         predict: whether to find the most probable tokens.
-        entropy: [N], to which the entropies of the distributions are written, unless ``lse`` is given.
+        entropy: [N], to which the entropies of the distributions are written; only used if ``lse`` is None.
         vocabulary: size of the whole vocabulary if the logits are a shard of it; None if the logits are not sharded. A
             target outside the shard belongs to another rank.
         Others: as in `cross_entropy`.

@@ -19,9 +19,9 @@ The gradient is::
     cosine      dD/dz_j = β · (cos(z, u) · z_j / |z|² − u_j / (|z| · |u|))
     others      dD/dz_j = (a_j − q_j · Σ a) / τ
 
-At β = 0 and β = 1, the formula of jsd is 0. For these β, jsd stands for its scaled limits: forward_kl, the limit of
-jsd/β for β → 0, and reverse_kl, the limit of jsd/(1 − β) for β → 1. On request, the loss of a token also includes the
-cross entropy of z and a target, at temperature 1.
+At β = 0 and β = 1, the formula of jsd is 0. For β = 0, jsd stands for forward_kl, which is the limit of jsd/β for β →
+0. For β = 1, jsd stands for reverse_kl, which is the limit of jsd/(1 − β) for β → 1. On request, the loss of a token
+also includes the cross entropy of z and a target, at temperature 1.
 
 The rows are processed in chunks, as in `linear_cross_entropy`, with a logits buffer for each model. The loss is a
 scalar, so the forward computes the gradients. This takes four matrix products in all: the logits of both models, dx and
@@ -282,8 +282,8 @@ def _divergence_kernel(
 ):  # fmt: skip
     """Process one row [V] of both models' logits per program.
 
-    Unless statistics are SAVED, the program computes the divergence and the cross entropy. With GRADIENT, it computes
-    the gradient of the student's logits.
+    Without SAVED, the program computes the row's statistics, divergence and cross entropy. With SAVED, it loads
+    statistics that an earlier launch has stored. With GRADIENT, it computes the gradient of the student's logits.
     """
     row = tl.program_id(0)
     student_ptr += row.to(tl.int64) * student_stride
@@ -533,8 +533,8 @@ def linear_divergence(
         ignore_index: target value of tokens that are ignored.
         softcap, logit_scale: applied to the student's logits, as in `cross_entropy`.
         teacher_softcap, teacher_logit_scale: applied to the teacher's logits, as in `cross_entropy`.
-        workspace_mib: maximum size of the logits buffers in MiB. None for the default of `linear_cross_entropy`, but
-            with at most 8 chunks.
+        workspace_mib: maximum size of all logits buffers together, in MiB; None for the default of
+            `linear_cross_entropy`.
 
     Returns:
         `DivergenceOutput`, with means over the tokens that are not ignored. If all tokens are ignored, all means are 0.

@@ -60,7 +60,7 @@ def scale_(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def scaled(gradients: Sequence[Tensor], factor: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
-    """Scale gradients in place, and cast them to ``dtypes``. Gradients that already have this dtype are not copied.
+    """Scale gradients in place, and cast them to ``dtypes``. A gradient that already has its dtype is not copied.
 
     The gradients must be tensors that nothing else uses.
     """
