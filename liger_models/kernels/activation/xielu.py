@@ -125,7 +125,7 @@ def xielu_backward(
         need_sums: whether to compute the gradient of the coefficients.
 
     Returns:
-        ``(dx, y, d_coefficients)``; the last two are None unless they are needed.
+        ``(dx, y, d_coefficients)``; the last two are None if they are not needed.
     """
     x = x.contiguous()
     dy = dy.contiguous().to(x.dtype)
