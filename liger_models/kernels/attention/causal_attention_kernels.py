@@ -99,7 +99,7 @@ def sums_kernel(
     T, S, kv_head, query_head, query_heads, query, tiles, width, H: tl.constexpr, GROUP: tl.constexpr,
     BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write two tensors [B, H, T]: for each query, the m that all its weights share, and the inverse of their sum.
+    """Write two tensors [B, H, T]: the m that all weights of a query share, and the inverse of the sum of these weights.
 
     A tile of queries has SUMS_PROGRAMS programs. Each program computes both results for all queries of the tile.
     Weights that were written with another m are rescaled, and each program rescales a part of them.
@@ -346,9 +346,9 @@ def gradients_kernel(
     """Write a tile of dv, dk or dq per program.
 
     The sums have very unequal lengths. One launch computes all three gradients, so that a multiprocessor that has
-    finished a long sum always finds a shorter one to compute next. A program's second index is the rank of its tile
-    in the order from long to short sums: the tiles of dq whose queries see the most keys, and the tiles of dk and dv
-    whose keys are seen by the most queries, come first.
+    finished a long sum always finds a shorter one to compute next. A program's second index is the rank of its tile in
+    the order from long to short sums. First come the tiles of dq whose queries see the most keys, and the tiles of dk
+    and dv whose keys are seen by the most queries.
     """
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     ACROSS_K: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D

@@ -1,16 +1,17 @@
 """Attention for decoding: one new token of each row attends to the keys and values in a paged cache.
 
 Row b has n = lengths[b] tokens in the cache, including the new token. A page holds P tokens, and token j is in slot j %
-P of page table[b, j // P]. With a window, the new token sees token j if n − j is at most ``window``. With chunks, it
-sees token j if j and n − 1 are in the same chunk of ``chunk`` tokens. Otherwise, it sees all n tokens. The score of
-token j is s_j = scale · q · k_j or, with a softcap c, s_j = c · tanh(scale · q · k_j / c). z is the sink of the head;
-without sinks, exp(z) = 0. The sums are over the tokens that the new token sees, and are computed in fp32::
+P of page table[b, j // P]. With a window, the new token sees token j if n − j is at most ``window``. With chunks, the
+new token sees token j if j and n − 1 are in the same chunk of ``chunk`` tokens. Without a window and without chunks,
+the new token sees all n tokens. The score of token j is s_j = scale · q · k_j or, with a softcap c, s_j = c ·
+tanh(scale · q · k_j / c). z is the sink of the head; without sinks, exp(z) = 0. The sums are over the tokens that the
+new token sees, and are computed in fp32::
 
     lse = log(Σ_j exp(s_j) + exp(z))
     o   = Σ_j exp(s_j − lse) · v_j
 
 The keys of a row are divided among programs, because one program per head would occupy only a small part of a GPU.
-Program i writes o_i and lse_i for its keys, without the sink, and a second kernel combines them::
+Program i writes o_i and lse_i for its keys, without the sink. A second kernel combines the results of all programs::
 
     o = Σ_i exp(lse_i − lse) · o_i
 
@@ -42,8 +43,8 @@ for one row and KV head."""
 
 STEP_BYTES = 2**14
 STAGES = 3
-"""Number of bytes of keys that a program loads per step (it also loads as many bytes of values), and number of steps
-in flight. On an H200, two programs of 96 KB fit into the shared memory of a multiprocessor."""
+"""Number of bytes of keys, and also of values, that a program loads per step, and number of steps in flight. On an
+H200, two programs of 96 KB fit into the shared memory of a multiprocessor."""
 
 LEAST_ROWS = 16
 """Minimum number of heads in a matrix product. A smaller group of heads is padded."""

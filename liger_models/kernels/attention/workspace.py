@@ -3,7 +3,7 @@
 The workspace is a stack of tiles [BLOCK_M queries, BLOCK_N keys]. The index of a tile in the stack is its *place*. One
 launch fills the workspace for some query heads, which are called the launch's *slots*, and for a part of the queries. A
 tile has a place only if one of its queries sees one of its keys, so a later query tile has more places than an earlier
-one. To make every slot a rectangle, query tiles are paired such that all pairs see about the same number of keys: the
+one. To make every slot a rectangle, query tiles are paired such that all pairs see about the same number of keys. The
 last tile is paired with the first, the second to last with the second, and so on. If the number of query tiles is odd,
 the last tile has no partner. For example, query tiles 0 to 4 make 3 pairs with 5 places each. The table shows the query
 tile at each place. Within a query tile, the key tiles are in order::
@@ -187,9 +187,9 @@ def parts_of_queries(
 def launches(q: Tensor, k: Tensor, block_m: int, block_n: int, backward: bool) -> list[Launch]:
     """Divide the heads and queries of q [B, T, H, D] and k [B, S, G, D] among launches.
 
-    The forward processes all query heads of a KV head before the next KV head, so that keys are still in the cache
-    when they are read again. The backward takes as many KV heads as fit into a launch, and processes the first query
-    head of each of them before the second, so that a launch computes sums over queries for more tiles.
+    The forward processes all query heads of a KV head before the next KV head, so that keys are still in the cache when
+    they are read again. A launch of the backward takes as many KV heads as fit, and several query heads of each KV head
+    only if all KV heads fit. The launch then computes sums over queries for more tiles.
     """
     (B, T, H, _), (_, S, G, _) = q.shape, k.shape
     heads, parts = parts_of_queries(T, S, block_m, block_n, matrices=2 if backward else 1)
