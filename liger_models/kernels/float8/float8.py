@@ -584,8 +584,8 @@ def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 |
 
     If the recipe has one scale per operand, ``amax`` [1] is increased to the largest absolute value of the weight.
 
-    ``gathered`` is the weight already rounded with one scale, gathered from ranks that have rounded their own rows. If
-    it is given, the values of ``weight`` are not read.
+    ``gathered`` is the weight after rounding with one scale, if ranks have already rounded their own rows and gathered
+    all rows. The values of ``weight`` are then not read.
     """
     return round_matrix(plain(weight), recipe, amax=amax)[0] if gathered is None else gathered
 

@@ -70,7 +70,8 @@ class Float8Product(Product):
         recipe: the way in which operands are rounded.
         amax: [1] fp32, the largest absolute value of the rows; None in a backward if the forward has not saved it.
         weight_amax: [1] fp32, the largest absolute value of W.
-        gathered: q(W) with one scale if the caller has it; otherwise None. If given, the values of W are not read.
+        gathered: q(W) with one scale, from a caller that has already rounded W; None to round W here. If ``gathered``
+            is given, the values of W are not read.
     """
 
     weight: Tensor
