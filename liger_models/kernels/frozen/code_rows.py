@@ -3,12 +3,11 @@
 A kernel in plain Triton takes about ten instructions for each weight: it splits a byte, computes the number, applies
 the scale, rounds, and multiplies by x. If 4-bit weights are read at the bandwidth of an H200, there is time for only
 four instructions per weight. The kernels in this file take three to five instructions per weight. The matrix units
-multiply and add, and neighboring weights are dequantized in pairs, which is the form in which the matrix units take
-them:
+multiply and add. They take neighboring weights in pairs, so the kernels dequantize pairs:
 
 - Shared memory holds a table with the pair of numbers for each byte. There are 32 copies of the table, one in each
-  bank, so that all lanes of a warp read in one access. One instruction turns a byte into an address, and another one
-  reads the pair.
+  bank, so that all lanes of a warp read in one access. One instruction turns a byte into an address, and another
+  instruction reads the pair.
 - "one_scale": a further instruction multiplies the pair by a scale in bfloat16, and rounds the products.
 - "two_scales": the codes are in e2m1, and bfloat16 cannot represent their scale s exactly. Each e2m1 number is a
   power of 2, or 1.5 times a power of 2. The rounded weights are therefore powers of 2 times t = bf16(s) or u =

@@ -2,9 +2,9 @@
 
     W = bf16(code · scale)        one scale per block of 128 columns and several rows, or for all columns
 
-Each row has its own copy of the scales, although several rows share them in the checkpoint, so that a packed projection
-can interleave the rows of several matrices. W is dequantized in one pass before each product, and freed after the
-product. The dequantized W is identical to the weight of a model that loads the checkpoint in bfloat16.
+In the checkpoint, several rows share their scales. In memory, each row has its own copy of the scales, so that a packed
+projection can interleave the rows of several matrices. W is dequantized in one pass before each product, and freed
+after the product. The dequantized W is identical to the weight of a model that loads the checkpoint in bfloat16.
 
 If x has few rows, as in a decoding step, the forward does not dequantize W in memory. A kernel reads the codes, and
 dequantizes each tile of W in registers right before the product. The elements of these tiles are the same as if W were
@@ -40,8 +40,8 @@ NUM_WARPS = 4
 of each of `ROWS` rows, and has `NUM_WARPS` warps."""
 
 WIDTHS = 16, 1024
-"""Minimum and maximum width of blocks that the kernels for an x with few rows support. The width must be a power of 2,
-unless all columns of a row share a scale."""
+"""Minimum and maximum width of blocks that the kernels for an x with few rows support. If a row has several scales, the
+width must be a power of 2."""
 
 ROW_WIDTH = 128
 """Number of columns that the kernel for one row of x regards as a block if all columns of a row share a scale."""

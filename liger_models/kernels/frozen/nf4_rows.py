@@ -5,14 +5,15 @@ scale::
 
     y_n = Σ_blocks scale_n · (Σ_block table[code] · x) + b_n
 
-`nf4_dense` rounds the products table · scale. These kernels do not round them, so y is closer to the exact result.
+`nf4_dense` rounds the products table · scale. These kernels do not round these products, so y is closer to the exact
+result.
 
-For up to `MOST_LOOKUPS` rows of x, a kernel in PTX looks up both numbers of a byte of codes with two instructions, in
-the order in which the matrix units take them: one instruction turns the byte into an address, and the other reads the
-pair of numbers. Shared memory holds each of the 256 pairs 32 times, once in each bank, so that all lanes of a warp read
-their pairs in one access, whatever their bytes are. A product of the matrix units has eight columns. If x has more than
-two rows, the columns are the rows of x. If x has one or two rows, each column is one block of a row of x, with zeros
-for the other blocks.
+For up to `MOST_LOOKUPS` rows of x, a kernel in PTX looks up both numbers of a byte of codes with two instructions. One
+instruction turns the byte into an address, and the other reads the pair of numbers. The numbers are in the order in
+which the matrix units take them. Shared memory holds each of the 256 pairs 32 times, once in each bank, so that all
+lanes of a warp read their pairs in one access, whatever their bytes are. A product of the matrix units has eight
+columns. If x has more than two rows, the columns are the rows of x. If x has one or two rows, each column is one block
+of a row of x, with zeros for the other blocks.
 
 If the kernel in PTX does not support the number of rows, the GPU or the dtype, a kernel in plain Triton runs. On NVIDIA
 GPUs from Ampere on, the Triton kernel looks the numbers up in registers.
