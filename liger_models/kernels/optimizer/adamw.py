@@ -10,10 +10,10 @@ moving average of g². The update is computed in fp32::
 
 p is computed from the unrounded m and v. Then p, m and v are rounded to the dtypes of their tensors, either to nearest
 or stochastically. Stochastic rounding of x to bfloat16 adds a random integer r, uniform in [0, 2¹⁶), to the 32 bits of
-x, and keeps the upper 16 bits, so that E[rounded x] = x. Stochastic rounding is as important for moments as for
-parameters: with rounding to nearest, 0.999 · v would become v again. r is Philox(seed; element, tensor, step), so r
-depends neither on the grid nor on the global generators. 8-bit moments consist of codes and scales, which `moments`
-describes. 8-bit moments are always rounded stochastically.
+x, and keeps the upper 16 bits of the sum. The expected value of the rounded x is therefore x. Stochastic rounding is as
+important for moments as for parameters: with rounding to nearest, 0.999 · v would become v again. r is Philox(seed;
+element, tensor, step), so r depends neither on the grid nor on the global generators. 8-bit moments consist of codes
+and scales, which `moments` describes. 8-bit moments are always rounded stochastically.
 
 The kernel finds the tensors in a table with one row per tensor. The table is copied to the device with every launch,
 because gradients have new addresses in every step. The host never waits for the device. The function is not registered
@@ -41,7 +41,7 @@ tensor in flight."""
 BLOCKS = 2
 """Number of blocks that a program processes one after the other. The program searches only once for the tensor that
 contains these blocks. On an H200, the kernel reaches 0.93 of the copy bandwidth, or 0.91 with stochastic rounding. With
-one block per program, it would reach 0.84."""
+one block per program, the kernel would reach 0.84."""
 
 
 class Hyper(NamedTuple):
