@@ -336,7 +336,7 @@ def _gated_delta_step(
 
 
 def delta_outputs(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, need_out: bool) -> tuple[Tensor, Tensor]:
-    """Allocate the output and the final states. The output is empty unless it is needed."""
+    """Allocate the output and the final states. The output is empty if it is not needed."""
     documents = count_documents(k, cu_seqlens)
     out = v.new_empty(v.shape if need_out else 0)
     return out, v.new_empty(documents, v.shape[2], k.shape[3], v.shape[3], dtype=torch.float32)
@@ -494,7 +494,7 @@ def gated_delta_rule(
         scale: number by which the queries are multiplied; None for Dk^-0.5.
         normalize: whether to normalize each query and key, ``x · rsqrt(Σ x² + 1e-6)``.
         initial_state: [B, Hv, Dk, Dv] float32, the state before the first token, or [documents, Hv, Dk, Dv] with a
-            state for each document. None for 0.
+            state for each document. If None, this state is 0.
         return_state: whether to also return the state after the last token.
         cu_seqlens: [documents + 1] int32 or int64, the bounds of packed documents, ascending from 0 to T. B must be 1.
             Tokens do not see other documents.

@@ -19,7 +19,7 @@ def in_chunks(
         q, k: [B, H, T, Dk], fp32 or fp64.
         v: [B, H, T, Dv].
         g: the logarithms of the decays, at most 0: [B, H, T], or [B, H, T, Dk] for one decay per channel.
-        beta: [B, H, T]. If it is given, d = β · (v − kᵀ S) as in the delta rule. If it is None, d = v.
+        beta: [B, H, T]. With beta, d = β · (v − kᵀ S) as in the delta rule. If beta is None, d = v.
         initial_state: [B or documents, H, Dk, Dv]; None for 0.
         cu_seqlens: [documents + 1], the bounds of packed documents; None if each row is a document.
 

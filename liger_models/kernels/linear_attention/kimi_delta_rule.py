@@ -190,7 +190,7 @@ def kimi_delta_rule(
         scale: number by which the queries are multiplied; None for Dk^-0.5.
         normalize: whether to normalize each query and key, ``x · rsqrt(Σ x² + 1e-6)``.
         initial_state: [B, H, Dk, Dv] float32, the state before the first token, or [documents, H, Dk, Dv] with a state
-            for each document. None for 0.
+            for each document. If None, this state is 0.
         return_state: whether to also return the state after the last token.
         cu_seqlens: [documents + 1] int32 or int64, the bounds of packed documents, ascending from 0 to T. B must be 1.
             Tokens do not see other documents.

@@ -352,8 +352,8 @@ def short_conv(
         weight: [C, K], where K is from 2 to 4. The last weight multiplies the token itself.
         bias: [C].
         activation: "silu" or None.
-        initial_state: [B, C, K − 1], the inputs before the first token, with the most recent input last; or
-            [documents, C, K − 1], with a state for each document. None for 0.
+        initial_state: [B, C, K − 1], the inputs before the first token, with the most recent input last; or [documents,
+            C, K − 1], with a state for each document. If None, these inputs are 0.
         return_state: whether to also return the last K − 1 inputs, from which the next tokens continue.
         cu_seqlens: [documents + 1] int32 or int64, the bounds of packed documents, ascending from 0 to T. B must be 1.
             Tokens do not see other documents.

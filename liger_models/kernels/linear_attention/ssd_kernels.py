@@ -322,9 +322,9 @@ def head_gradients_kernel(
 
     A chunk has two tiles of tokens and three programs: one program for each tile, and one for the pairs of tokens in
     different tiles. The kernel also computes what the decays between these tokens add to the gradients of the running
-    sums of g. ``d_sums`` [3, H, tokens] holds, in this order: for the later token of each pair, the sums over pairs in
-    the same tile; for the earlier token, the sums over pairs in the same tile; and for both tokens, the sums over pairs
-    in different tiles.
+    sums of g. ``d_sums`` [3, H, tokens] holds three sums over pairs for each token: (1) over the pairs in one tile in
+    which the token is the later one, (2) over the pairs in one tile in which the token is the earlier one, and (3) over
+    the pairs in different tiles.
     """
     role, slot = tl.program_id(0) % 3, (tl.program_id(0) // 3).to(tl.int64)
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0) // 3, documents, DOCUMENTS, C)
@@ -434,10 +434,12 @@ def decay_kernel(
 ):  # fmt: skip
     """Compute dg of HEADS heads of one chunk.
 
-    The decay of a token is a factor of four kinds of decays, whose gradients are summed: from an earlier token to this
-    token or a later one (``d_sums``), from the state before the chunk to this token or a later one (``read``), from an
-    earlier token to the state after the chunk (``written``), and from the state before the chunk to the state after it
-    (``kept``).
+    The decay of token k is a factor of four kinds of decays, whose gradients are summed::
+
+        d_sums     from a token before k to token k or a later token
+        read       from the state before the chunk to token k or a later token
+        written    from a token before k to the state after the chunk
+        kept       from the state before the chunk to the state after the chunk
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:

@@ -473,7 +473,7 @@ def ssd_scan(
         g: [B, T, H] float32, the logarithm of the decay, at most 0.
         D: [H], the factors of x in the output; None for 0.
         initial_state: [B, H, N, P] float32, the state before the first token, or [documents, H, N, P] with a state for
-            each document. None for 0.
+            each document. If None, this state is 0.
         return_state: whether to also return the state after the last token.
         cu_seqlens: [documents + 1] int32 or int64, the bounds of packed documents, ascending from 0 to T. The batch
             must have one row. Tokens do not see other documents.
