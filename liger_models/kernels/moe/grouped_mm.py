@@ -7,7 +7,7 @@ and are 0 for an expert without rows::
     outer         out_e = Σ_j left_j ⊗ right_j
     sum           out_e = Σ_j w_j · rows_j         in fp32, with or without weights w
 
-`grouped_mm` and `grouped_outer` run PyTorch's grouped_mm where it is a single kernel (see `library_runs`). Otherwise,
+If PyTorch's grouped_mm is a single kernel (see `library_runs`), `grouped_mm` and `grouped_outer` run it. Otherwise,
 they run the Triton kernels below. In both cases, the host does not wait for the device. The reference implementation
 consists of two registered ops, which loop over the experts in plain PyTorch, and wait for the number of rows of each
 expert. Compilers do not look inside these ops.

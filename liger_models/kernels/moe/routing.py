@@ -423,8 +423,8 @@ def route(
             these experts are computed from the logits. A token whose first entry is negative is routed by its logits.
 
     Returns:
-        ``(weights, experts)``: [N, K] in fp32, and [N, K] in int64. The best choice is first, unless ``given``
-        determines the order.
+        ``(weights, experts)``: [N, K] in fp32, and [N, K] in int64. The best choice is first, or the experts are in the
+        order of ``given``.
 
     Raises:
         ValueError: ``logits`` is not [N, X], ``routing`` does not fit X experts, ``bias`` is not [X], or ``given`` is
