@@ -45,8 +45,8 @@ from liger_models.kernels.tiles import exp, next_power_of_2, num_warps, scale_an
 MAX_BLOCK, WIDE_BLOCK = 8192, 16384
 """Number of logits that a program holds in registers at a time. WIDE_BLOCK is for rows of more than 65,536 logits: only
 half as many rows are then in progress, so that they stay in the L2 cache until they are read again. On an H200, the
-kernel reaches 0.85 times the speed of one read and one write of the logits for V = 32,000, 0.79 times for V = 128,256,
-and 0.72 times for V = 256,000."""
+speed of the kernel, relative to one read and one write of the logits, is 0.85 for V = 32,000, 0.79 for V = 128,256, and
+0.72 for V = 256,000."""
 
 VECTOR = 8
 """Number of adjacent logits that one thread holds: 16 bytes in half precision. Each group of adjacent logits has its
@@ -604,8 +604,9 @@ def cross_entropy(
         z_loss: coefficient of ``lse²``, which keeps the logits from drifting.
         softcap: if given, the logits are replaced by ``softcap · tanh(logits / softcap)``, after ``logit_scale``.
         logit_scale: number by which the logits are multiplied.
-        reduction: "mean" sums the losses and divides by ``num_items``, or by the sum of the weights of the tokens that
-            are not ignored; "sum" only sums the losses; "none" returns the loss of each token.
+        reduction: "none" returns the loss of each token, and "sum" returns the sum of the losses. "mean" divides this
+            sum by ``num_items``. If ``num_items`` is None, "mean" divides by the sum of the weights of the tokens that
+            are not ignored.
         num_items: divisor for reduction "mean", such as the number of targets over all accumulation steps and ranks.
             The loss is 0 if the divisor is 0.
         return_z_loss, return_log_probs, return_token_accuracy, return_predicted_tokens: whether to return the

@@ -12,7 +12,7 @@ on one entry of the student and the same entry of the teacher::
     kl_log      d = p · (t − s)                                   dd/ds = −p
 
 Terms of ``kl`` and ``kl_log`` are 0 where p is 0, and infinite where q is 0 and p is not. The other divergences replace
-s or t by a finite number where it is −∞.
+−∞ in s and t by a finite number.
 
 For a scalar loss, the forward kernel reads both tensors once, sums the terms of each block of a row, and writes the
 gradient in the dtype of the student. For unreduced terms and in compiled graphs, the gradient is computed in the
