@@ -51,7 +51,7 @@ if (
     class _Triton:
         """The module `triton` with a different ``jit`` decorator.
 
-        If the decorator gets no options, it creates a `Kernel`, which takes less time to launch.
+        Without options, the decorator creates a `Kernel`, which takes less time to launch.
         """
 
         def __init__(self, module: Any) -> None:

@@ -1,9 +1,9 @@
 """The lookup of table rows by id, and the backward of the lookup, which sums the gradients of equal ids.
 
 The forward is y_n = w[id_n]. In the backward, dw[v] is the sum of dy_n over all n with id_n = v, in fp32 and in the
-order of n, and 0 for rows that no id names. The ids are sorted first, so that equal ids are neighbors. A first kernel
-goes through `CHUNK` sorted ids per program. If the chunk contains all ids that name a row, the kernel writes the row's
-sum. If the row's ids begin in an earlier chunk or end in a later one, the kernel writes a partial sum in fp32. A second
+order of n. dw[v] is 0 if no id is v. The ids are sorted first, so that equal ids are neighbors. A first kernel goes
+through `CHUNK` sorted ids per program. If the chunk contains all ids that name a row, the kernel writes the row's sum.
+If the row's ids begin in an earlier chunk or end in a later one, the kernel writes a partial sum in fp32. A second
 kernel adds the partial sums of a row in the order of the chunks. There are no atomic additions, so repeated runs are
 bitwise identical.
 
