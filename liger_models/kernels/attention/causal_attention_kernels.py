@@ -99,7 +99,7 @@ def sums_kernel(
     T, S, kv_head, query_head, query_heads, query, tiles, width, H: tl.constexpr, GROUP: tl.constexpr,
     BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write two tensors [B, H, T]: the m that all weights of a query share, and the inverse of the sum of these weights.
+    """Write two tensors [B, H, T]: the m that all weights of a query share, and the inverse of the weights' sum.
 
     A tile of queries has SUMS_PROGRAMS programs. Each program computes both results for all queries of the tile.
     Weights that were written with another m are rescaled, and each program rescales a part of them.
