@@ -25,11 +25,11 @@ sources: queries and keys read the state, and keys write to the state. ∘ is th
     R = e^{G_i} · dX Sᵀ + (E ∘ dX Dᵀ) K̂    (i > j),   dβ_i = dX_i·V_i − k̂_i·R_i
     W = e^{G − G_i} · D dSᵀ − (E ∘ dV Dᵀ)ᵀ K̂    (i > j),   dK̂ = W − β · R + scale · (E ∘ dO Dᵀ)ᵀ Q̂
 
-If several value heads share a key head, one program sums over them. A first kernel sums E ∘ dO Dᵀ and β · E ∘ dX Dᵀ.
-Two other kernels sum the terms with S and dS, multiply the first kernel's sums by K̂ and Q̂, and add these products.
-The operands of products are in the dtype of q, k and v, and the products are summed in fp32. The state and the decay
-are in fp32. The products that compute the inverse A have errors of at most 2⁻¹⁶. The inputs and A are saved, where A
-has the dtype of the inputs. The backward recomputes P, S and D.
+If several value heads share a key head, one program sums over these value heads. A first kernel sums E ∘ dO Dᵀ and β ·
+E ∘ dX Dᵀ. Two other kernels sum the terms with S and dS, multiply the first kernel's sums by K̂ and Q̂, and add these
+products. The operands of products are in the dtype of q, k and v, and the products are summed in fp32. The state and
+the decay are in fp32. The products that compute the inverse A have errors of at most 2⁻¹⁶. The inputs and A are saved,
+where A has the dtype of the inputs. The backward recomputes P, S and D.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 

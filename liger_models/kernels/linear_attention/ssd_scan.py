@@ -552,10 +552,11 @@ def ssd_scan_packed_reference(
 def ssd_transition(
     x: Tensor, B: Tensor, delta: Tensor, g: Tensor, *, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the effect of tokens on any state as ``a`` and ``b``: ``state after = a · state before + b``.
+    """Compute ``a`` and ``b`` in ``state after = a · state before + b``.
 
-    Ranks that hold consecutive parts of a sequence exchange ``a`` and ``b``, whose sizes do not depend on the number of
-    tokens. `states_before` of `gated_delta_rule.py` then computes the initial state of each rank.
+    ``a`` and ``b`` describe the effect of the tokens on any state. Ranks that hold consecutive parts of a sequence
+    exchange ``a`` and ``b``, whose sizes do not depend on the number of tokens. `states_before` of
+    `gated_delta_rule.py` then computes the initial state of each rank.
 
     Args:
         x, B, delta, g: as in `ssd_scan`.
