@@ -4,7 +4,8 @@
 
     y = [norm_e(E[token]), norm_h(h)]        each norm is `rms_norm`
 
-In plain PyTorch, this takes a lookup, two norms and a concatenation. The op is for decoding and has no backward.
+In plain PyTorch, the same computation takes a lookup, two norms and a concatenation. The op is for decoding and has no
+backward.
 
 Source: https://arxiv.org/abs/2412.19437.
 """
