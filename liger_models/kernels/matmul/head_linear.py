@@ -138,7 +138,9 @@ FORWARD = define_op("head_linear", _head_linear, _fake)
 def head_linear(
     x: Tensor, weight: Tensor, cos: Tensor | None = None, sin: Tensor | None = None, *, interleaved: bool = False
 ) -> Tensor:
-    """Multiply the first K columns of each head by the head's matrix, and rotate the others. The op has no backward.
+    """Multiply the first K columns of each head by the head's matrix, and rotate the other columns.
+
+    The op has no backward.
 
     Args:
         x: [B, T, H, K + R], float32, float16 or bfloat16, where R is even. In float32, B · T must be 1; in half
