@@ -8,9 +8,9 @@ rounded::
     dW = dyᵀ @ n,   db = Σ_rows dy,   dA = gᵀ @ n,   dB = dyᵀ @ (n @ Aᵀ)
 
 Each method of `Product` is one step of this computation, for a dense W or for a frozen, quantized W (`FrozenWeight`).
-`float8.float8_product` overrides the steps that differ in float8. The order of the steps is defined once for all
-subclasses of `Product`: in `norm_linear` for a norm and a projection, and in `gated_mlp` for the MLP, which begins with
-a norm and a projection.
+`float8.float8_product` overrides the steps that differ in float8. The order of the steps is the same for all subclasses
+of `Product`. `norm_linear` defines the order for a norm and a projection, and `gated_mlp` defines the order for the
+MLP.
 """
 
 from contextlib import AbstractContextManager, nullcontext
