@@ -36,11 +36,11 @@ backward generates the same random numbers.
 Frozen matrices may be quantized (`FrozenWeight`). The matrices of a projection are dequantized right before each
 product, and freed after the product. A backward that recomputes u dequantizes gate and up only once, for both u and dx.
 
-The stored weights, order, slot, ends, u (without its bias) and, if a gradient needs it, x are saved. With
-``recompute``, u is not saved. The backward then recomputes u, bitwise identical, and overwrites it with du. The sorted
-copies of x and the gated product are never saved. Gradients that are not needed are not computed. Every other gradient
-has the dtype of its input. The backward is a single op, which hides the recomputed tensors from compilers. If a
-compiler saw these tensors, it would save them in the forward.
+The weights in their stored form, order, slot, ends and u (without its bias) are saved. x is saved if a gradient needs
+it. With ``recompute``, u is not saved. The backward then recomputes u, bitwise identical, and overwrites it with du.
+The sorted copies of x and the gated product are never saved. Gradients that are not needed are not computed. Every
+other gradient has the dtype of its input. The backward is a single op, which hides the recomputed tensors from
+compilers. If a compiler saw these tensors, it would save them in the forward.
 
 Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2211.15841, https://arxiv.org/abs/2512.14080 (gradient
 of the routing weights without the experts' outputs).
@@ -280,7 +280,7 @@ def _act_backward(
 def _low_rank_library(library: bool, A: Tensor, B: Tensor) -> bool:
     """Return whether the products with low-rank matrices can also run in PyTorch's grouped_mm.
 
-    For this, the rows of the low-rank matrices must consist of whole 16-byte vectors.
+    PyTorch's grouped_mm requires that the rows of the low-rank matrices consist of whole 16-byte vectors.
     """
     return library and A.shape[1] % 8 == 0 and A.data_ptr() % 16 == 0 and B.data_ptr() % 16 == 0
 
@@ -659,7 +659,7 @@ def moe_mlp(
         weights: [N, K], routing weights from `route`.
         experts: [N, K] int64, from 0 to X − 1. With ``copies``, X stands for no expert.
         gate_up_weight: [X, 2 F, C]. In each expert's matrix, row 2f is gate f, and row 2f + 1 is up f. gate_up_weight
-            and down_weight may be of class `FrozenWeight`. For "relu2", which has no gate, the shape is [X, F, C].
+            and down_weight may be of class `FrozenWeight`. For "relu2", which has no gate, gate_up_weight is [X, F, C].
         down_weight: [X, C, F], in the dtype of gate_up_weight. y has the dtype of the weights, which may differ from
             the dtype of x. Autocast does not change the dtype of y.
         gate_up_bias: [X, 2 F] (or [X, F]), in the order of the rows of gate_up_weight; None for no bias.

@@ -41,9 +41,9 @@ FEW_ROWS = 16
 """Number of rows per tile. These kernels run if experts have at most this many rows on average."""
 
 FEW_COPIES = 128, 512
-"""To find the copies of an expert, a program reads the experts of all copies, of which there may be at most this many.
-A launch uses the smaller of the two limits if there are no more copies than this limit. If there are more copies than
-the larger limit, the copies are sorted, and other kernels run."""
+"""Sizes of the block in which a program reads the experts of all copies, to find the copies of one expert. A launch
+uses the smaller block if all copies fit into it. If there are too many copies for the larger block, the copies are
+sorted, and other kernels run."""
 
 FEW_BLOCKS = {"nf4": (64, 64), "float8": (32, 128), "blocks": (64, 128), "groups": (64, 64), "dense": (32, 128)}
 FEW_WARPS = 4
@@ -55,8 +55,8 @@ ROW_TILES = {"gate_up": (16, 256, 4, 1), "down": (8, 256, 2, 1)}
 EVEN_ROW_TILES = {"gate_up": (16, 512, 4, 3), "down": (4, 512, 2, 3)}
 """For a single row: number of results per tile, number of columns per step, number of warps, and number of steps in
 flight. The second table is for dense matrices whose number of columns is a multiple of 512: on an H200, GLM-4.7-Flash
-then decodes 5 % faster. With other widths, the masked part of the last step costs more than is gained (Nemotron 3 Nano
-would decode 2 % slower)."""
+then decodes 5 % faster. With other widths, the masked part of the last step costs more than these tiles save: Nemotron
+3 Nano would decode 2 % slower."""
 
 
 @triton.jit

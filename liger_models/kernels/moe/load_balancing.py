@@ -27,7 +27,8 @@ def load_balancing_loss(
     Args:
         router_logits: a tensor [..., X] for each layer, or one tensor for all layers.
         top_k: K.
-        attention_mask: [B, T], 0 where a token is padding, and 1 elsewhere. Each layer has B · T rows in this order.
+        attention_mask: [B, T], 0 where a token is padding, and 1 elsewhere. The B · T rows of each layer are in the
+            order of the mask's elements.
         ranks: process group whose ranks hold different rows of the batch. The loss is computed over the rows of all
             ranks, and the mean of the ranks' gradients is the gradient of the loss.
 
