@@ -325,9 +325,9 @@ def qk_norm_rope(
 
     Args:
         qkv, cos, sin, num_heads, num_kv_heads, head_dim: as in `rope_qkv`.
-        q_norm_weight, k_norm_weight: [D] each, to normalize each head separately; or [H · D] and [G · D], in the order
-            of the outputs' heads, to normalize all query heads of a token as one vector, and all key heads as another.
-            Both weights have the same dtype.
+        q_norm_weight, k_norm_weight: [D] each, to normalize each head separately. To normalize all query heads of a
+            token as one vector, and all key heads as another vector, pass [H · D] and [G · D], in the order of the
+            outputs' heads. Both weights have the same dtype.
         eps, weight_offset, scale_in_fp32: as in `rms_norm`.
         interleaved: as in `rope`.
 

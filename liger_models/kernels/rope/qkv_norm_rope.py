@@ -293,9 +293,9 @@ def qkv_norm_rope(
     """Split the packed projection, normalize every head, and rotate q and k, in one kernel. The packed tensor is saved.
 
     Args:
-        packed: [B, T, (H + 2 G) · D], where each KV head has its query heads, its key and its value; or
-            [B, T, (H + G) · D] without values, where the unnormalized keys are also the values; or [B, T, H · D]
-            without keys and values.
+        packed: [B, T, (H + 2 G) · D], where each KV head has its query heads, its key and its value. Without values,
+            packed is [B, T, (H + G) · D], and the unnormalized keys are also the values. Without keys and values,
+            packed is [B, T, H · D].
         cos, sin: [B or 1, T, R / 2], as in `rope`.
         num_heads: H, a multiple of G.
         num_kv_heads: G.
