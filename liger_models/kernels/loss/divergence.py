@@ -24,9 +24,10 @@ At β = 0 and β = 1, the formula of jsd is 0. For β = 0, jsd stands for forwar
 also includes the cross entropy of z and a target, at temperature 1.
 
 The rows are processed in chunks, as in `linear_cross_entropy`, with a logits buffer for each model. The loss is a
-scalar, so the forward computes the gradients. This takes four matrix products in all: the logits of both models, dx and
-dweight. The logits are in fp32 even if the inputs are in half precision, because a divergence is a small difference
-between large terms. Only the student gets gradients. The same tensors are saved as in `linear_cross_entropy`.
+scalar, so the forward computes the gradients. The forward and the backward together take four matrix products: the
+student's logits, the teacher's logits, dx and dweight. The logits are in fp32 even if the inputs are in half precision,
+because a divergence is a small difference between large terms. Only the student gets gradients. The same tensors are
+saved as in `linear_cross_entropy`.
 
 Source: https://arxiv.org/abs/1503.02531, generalized JSD https://arxiv.org/abs/2306.13649, tvd
 https://arxiv.org/abs/2307.15190.

@@ -5,17 +5,18 @@ logits into a reused buffer, one kernel computes the loss and overwrites the log
 products compute the chunk's dx and its part of dweight. The formulas for a row are the same as in `cross_entropy`.
 
 - A scalar loss (reduction "mean" or "sum") has a single upstream gradient, which the forward does not know. The forward
-  computes all gradients for an upstream gradient of 1, and the backward multiplies them by the upstream gradient. In
-  total, this takes three matrix products. The forward saves dx in the dtype of x, dweight in bf16 (in fp32 if the
-  weight is not in bf16), and dbias in fp32. The first backward returns the saved tensors themselves, so there is never
-  a second copy of dweight. The forward also saves x, from which a second backward (``retain_graph``) recomputes the
-  gradients.
+  computes all gradients for an upstream gradient of 1, and the backward multiplies them by the upstream gradient. The
+  forward and the backward together take three matrix products. The forward saves dx in the dtype of x, dweight in bf16
+  (in fp32 if the weight is not in bf16), and dbias in fp32. The first backward returns the saved tensors themselves, so
+  there is never a second copy of dweight. The forward also saves x, from which a second backward (``retain_graph``)
+  recomputes the gradients.
 - Per-token results (reduction "none", or ``return_log_probs``) have one upstream gradient per token, so the backward
-  must recompute the logits. This takes four matrix products. The forward saves x, weight and lse.
+  must recompute the logits. The forward and the backward together take four matrix products. The forward saves x,
+  weight and lse.
 
-In fp16, the factor of each token's loss (1 / number of tokens for a mean) is divided by a power of two, the same for
-all tokens, before the gradient of the logits is rounded. At the end, the results are multiplied by this power of two.
-This is exact, and prevents the gradients of a mean over many tokens from underflowing.
+In fp16, the gradients of a mean over many tokens could underflow. The factors of the tokens' losses (1 / number of
+tokens for a mean) are therefore divided by a power of two before the gradient of the logits is rounded. The power is
+the same for all tokens. At the end, the results are multiplied by this power of two, which is exact.
 
 The host never waits for the device. Gradients that are not needed, such as the gradients of frozen inputs, are not
 computed. The loop over chunks is in `row_chunks.py`.

@@ -5,8 +5,8 @@ the loss and its gradient with respect to these logits. Then `walk_chunks` compu
 chunk's part to dweight and dbias.
 
 dweight is summed over the chunks in fp32. The exception is a bf16 weight with few chunks: its dweight is summed in
-bf16, and rounded after each chunk. This costs less accuracy than the rounding of the logits, and halves memory and
-traffic.
+bf16, and rounded after each chunk. The sum in bf16 costs less accuracy than the rounding of the logits, and halves
+memory and traffic.
 """
 
 from collections.abc import Callable, Sequence
@@ -239,8 +239,8 @@ def walk_chunks(
             of their own.
 
     Returns:
-        A list of the results of all rows, [N] each, which is empty if there are no results; dx; dweight in the dtype in
-        which it was summed; dbias in fp32.
+        ``(results, dx, dweight, dbias)``, where ``results`` is a list of the results of all rows, [N] each. The list is
+        empty if ``of_logits`` returns None. dweight has the dtype in which it was summed, and dbias is in fp32.
     """
     N, V = x.shape[0], weight.shape[0]
 

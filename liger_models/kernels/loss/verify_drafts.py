@@ -3,15 +3,16 @@
 Let p be the model's distribution for a token, and let q be the distribution from which the draft d of the token was
 drawn. E and u are the random numbers of `seeded_scores`, where u is drawn for the index V, which is not a token::
 
-    p = softmax(z)                           of the scores z, which by default are the logits x
+    p = softmax(z)                              of the scores z, which by default are the logits x
     d is accepted if u · q_d < p_d
-    token = d                                if d is accepted, and otherwise
-    token = argmax_t max(0, p_t − q_t) / E_t, or argmax_t p_t / E_t if p = q or if there is no draft
+    token = d                                   if d is accepted
+    token = argmax_t max(0, p_t − q_t) / E_t    if d is rejected
+    token = argmax_t p_t / E_t                  if there is no draft, or if d is rejected and p = q
     log_prob = x_token − log Σ_t exp(x_t)
 
-The token then has the distribution p. The last formula for the token samples from the normalized max(0, p − q): among
-exponential clocks with these rates, the clock of the sampled token rings first. Each program reads the logits of a
-token twice. The first read is for the sums.
+The token then has the distribution p. The formula for a rejected d samples from the normalized max(0, p − q): among
+exponential clocks with the rates max(0, p_t − q_t), the clock of the sampled token rings first. Each program reads the
+logits of a token twice, the first time for the sums.
 
 Source: https://arxiv.org/abs/2211.17192.
 """
@@ -183,8 +184,9 @@ def verify_drafts(
         seeds: [rows · (k + 1)] int64, not negative, drawn at random for each call.
 
     Returns:
-        Three tensors: [rows, k + 1] int64, the tokens; [rows, k] bool, whether each draft is accepted, regardless of
-        the drafts before it; and [rows · (k + 1)] fp32, the log-softmax of the logits at the tokens.
+        ``(tokens, accepted, log_probs)``: [rows, k + 1] int64, [rows, k] bool, and [rows · (k + 1)] fp32. ``accepted``
+        says whether each draft is accepted, regardless of the drafts before it. ``log_probs`` is the log-softmax of the
+        logits at the tokens.
 
     Raises:
         ValueError: the shapes do not match.
