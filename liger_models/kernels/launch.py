@@ -1,11 +1,11 @@
 """Launches of Triton kernels that need less time on the host than Triton's own launches.
 
 For each launch, Triton looks for the compiled kernel that fits the arguments. On the host, this search takes as long as
-the rest of the launch. Triton chooses a compiled kernel by the types of the arguments, the alignment of pointers, the
-blocks of descriptors, whether an integer is 1 or a multiple of 16, and the values of constants. `Kernel` keeps the
-compiled kernels that Triton has chosen. The key of a kept kernel determines all of these properties except alignments.
-The key consists of the dtypes of the tensors, the blocks of descriptors, all integers and constants, and the device.
-Only launches in which all tensors begin at multiples of 16 bytes use the kept kernels.
+the rest of the launch. Triton chooses a compiled kernel by these properties: the types of the arguments, the alignment
+of pointers, the blocks of descriptors, the values of constants, and whether an integer is 1 or a multiple of 16.
+`Kernel` keeps the compiled kernels that Triton has chosen. The key of a kept kernel determines all of these properties
+except alignments. The key consists of the dtypes of the tensors, the blocks of descriptors, all integers and constants,
+and the device. Only launches in which all tensors begin at multiples of 16 bytes use the kept kernels.
 
 Triton itself performs all other launches: launches of new kernels, launches on devices other than NVIDIA GPUs, launches
 with tensor subclasses, and launches that hooks observe.

@@ -12,7 +12,7 @@ class KernelOptions:
         layer_norm: LayerNorms and the linear layers after them. The fused kernels do not save the normalized
             activations, either.
         rope: the rotary embedding of the packed QKV projection.
-        swiglu: the MLP's activation, whichever function it is and whether or not it is gated.
+        swiglu: the MLP's activation, for all activation functions, with or without a gate.
         linear_attention: the recurrence of linear attention, its convolution and its gated norm.
         cross_entropy: the loss, computed from all logits.
         fused_linear_cross_entropy: head and loss in one op, which never stores all logits at once.
