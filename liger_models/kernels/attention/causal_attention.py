@@ -2,8 +2,8 @@
 
 Queries and keys have D columns, and values have V columns. There are T queries and S keys, and query i is token i + S −
 T. A query sees a key if the key belongs to the query's document, is not after the query, and is fewer than ``window``
-tokens before it. Let s_ij = scale · log2 e · q_i · k_j, and let m_i be a number near the largest s_ij of query i. The
-forward computes in fp32, where Σ_j is a sum over the keys that query i sees::
+tokens before the query. Let s_ij = scale · log2 e · q_i · k_j, and let m_i be a number near the largest s_ij of query
+i. The forward computes in fp32, where Σ_j is a sum over the keys that query i sees::
 
     Σ_i  = Σ_j exp2(s_ij − m_i)
     p_ij = exp2(s_ij − m_i) / Σ_i

@@ -78,7 +78,7 @@ def decode_attention_reference(
     """Compute `decode_attention` in plain PyTorch on copies of all pages in the table.
 
     If the inputs are fp64, so are all computations. On the CPU, only the pages up to the length of the longest row are
-    read, because a table has room for the longest row that is allowed.
+    read, because a table may have room for far longer rows.
     """
     (B, H, D), G, V = q.shape, keys.shape[2], values.shape[3]
     if B and table.device.type == "cpu" and not torch.compiler.is_compiling():
