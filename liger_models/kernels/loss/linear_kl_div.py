@@ -244,8 +244,8 @@ def linear_kl_div(
         probabilities: [..., V], the stored p, in any floating-point dtype. They are not copied, and get no gradient.
         target: [...] int64, only compared with ``ignore_index``. If None, no token is ignored.
         bias: [V].
-        reduction: "batchmean" for the mean over the tokens that are not ignored, "mean" for the mean over these tokens
-            and the vocabulary, or "sum".
+        reduction: "sum" returns the sum over the tokens. "batchmean" divides this sum by the number of tokens that are
+            not ignored. "mean" also divides by the size of the vocabulary.
         temperature: divisor of the student's logits; the stored probabilities are used unchanged.
         eps: lower bound of p inside the logarithm.
         ignore_index: target value of tokens that are ignored.
