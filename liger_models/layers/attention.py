@@ -1,8 +1,8 @@
-"""Attention layers: `BaseAttention`, and `LigerAttention` on the packed QKV projection.
+"""Attention layers: `BaseAttention`, and `LigerAttention`, which has a packed QKV projection.
 
 `BaseAttention` implements everything that does not depend on how queries, keys and values are computed. The code of the
-class has three parts: the constants; the methods that a batch passes through, from `add_norm` to `_mix`; and the
-interface of `Layer`. `LigerAttention` implements grouped-query attention. `qk_norm_attention.py` has variants of
+class has three parts: the constants; the methods that process a batch, from `add_norm` to `_mix`; and the methods that
+override those of `Layer`. `LigerAttention` implements grouped-query attention. `qk_norm_attention.py` has variants of
 `LigerAttention` that normalize queries and keys or gate the outputs. `latent_attention.py` has attention whose keys and
 values are computed from latents.
 """
@@ -111,7 +111,7 @@ class BaseAttention(Layer):
         return call_linear(self.o_proj, out)
 
     def _to_heads(self, projected: Any, context: Group) -> Any:
-        """Exchange projections: this rank sends T / R tokens of all heads, and receives all T tokens of its heads."""
+        """Send all heads of this rank's T / R tokens to the ranks, and receive this rank's heads of all T tokens."""
         raise NotImplementedError
 
     def _mix(self, projected: Any, layout: BatchLayout) -> Tensor:
@@ -128,7 +128,7 @@ class BaseAttention(Layer):
         raise NotImplementedError
 
     def _weigh(self, q: Tensor, k: Tensor, v: Tensor, layout: BatchLayout) -> Tensor:
-        """Compute the output of attention, [B, T, H, V]. The layout has the mask or the bounds of the documents."""
+        """Compute the output of attention, [B, T, H, V]. The mask or the bounds of the documents are in the layout."""
         return attention(
             q, k, v, layout, scale=self.scale, window=self.window, softcap=self.softcap,
             dropout=self.dropout if self.training else 0.0, sinks=self._local_sinks(),
@@ -278,7 +278,7 @@ class LigerAttention(BaseAttention):
 
     @property
     def attention(self) -> AttentionSpec:
-        """The requirements of the layer on the model, and the cost of the layer."""
+        """What the layer requires from the model, and what it costs."""
         return AttentionSpec(
             self.layer, self.rotary, self.window, self.softcap is not None, 4 * self.num_heads * self.head_dim,
             takes_pages=True,

@@ -1,4 +1,4 @@
-"""Attention: two tables list the backends, and the first one that supports a call computes it."""
+"""Attention. Two tables list the backends, and the first backend that supports a call computes the attention."""
 
 import itertools
 import math
@@ -73,7 +73,7 @@ class AttentionCall:
         q: [B, T, H, D].
         k, v: [B, S, G, D] and [B, S, G, V]; with ``layout.pages``, the pages [pages, P, G, D] and [pages, P, G, V].
         layout, scale, window, softcap, dropout, sinks: as in `attention`.
-        mask: the mask for ``window``, in a form that suits the call. It is empty for backends of `WITHOUT_MASK`.
+        mask: the mask for ``window``, in a form that suits the call. The mask is empty for backends of `WITHOUT_MASK`.
     """
 
     q: Tensor
@@ -89,13 +89,13 @@ class AttentionCall:
 
     @property
     def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v with the dimension of heads before the dimension of tokens: q [B, H, T, D], and k and v [B, G, S,
-        D]."""
+        """q [B, H, T, D], k [B, G, S, D] and v [B, G, S, V], with the dimension of heads before the dimension of
+        tokens."""
         return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
 
     @property
     def grouped_query(self) -> Tensor:
-        """The queries of a batch with one token per row, [B, G, H / G, D], grouped by KV head."""
+        """For a batch with one token per row, the queries grouped by KV head, [B, G, H / G, D]."""
         B, _, H, D = self.q.shape
         G = self.k.shape[2]
         return self.q.transpose(1, 2).reshape(B, G, H // G, D)
@@ -118,10 +118,11 @@ def attention(
     dropout: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention within documents and within a window. It is causal, except for image patches.
+    """Compute attention within documents and within a window. It is causal unless the layout says otherwise.
 
-    The first backend of `WITHOUT_MASK` and `WITH_MASK` that supports the call computes it. On an accelerator, a T × T
-    mask is never materialized, and scores are materialized only up to a size of `MOST_SCORES`.
+    The backends of `WITHOUT_MASK` are tried first, then the backends of `WITH_MASK`. The first backend that supports
+    the call computes the result. On an accelerator, a T × T mask is never materialized, and scores are materialized
+    only up to a size of `MOST_SCORES`.
 
     Args:
         q: [B, T, H, D].
@@ -186,7 +187,7 @@ def _invariant(call: AttentionCall) -> Tensor:
 
 
 class _InvariantAttention(torch.autograd.Function):
-    """`invariant_attention`, whose backward runs ordinary attention and returns the gradients of ordinary attention."""
+    """Runs `invariant_attention` in the forward. The backward runs ordinary attention and returns its gradients."""
 
     @staticmethod
     def forward(
@@ -241,8 +242,8 @@ def _counted(call: AttentionCall) -> Tensor:
 def _pads_values(call: AttentionCall) -> bool:
     """Whether attention pads values to the width of the keys.
 
-    In half precision, only cuDNN supports values that are narrower than the keys; see `_takes_narrow_values`. cuDNN is
-    used only for plainly causal attention of certain lengths.
+    In half precision, values that are narrower than the keys are left unpadded only for cuDNN; see
+    `_takes_narrow_values`. cuDNN is used only for plainly causal attention of certain lengths.
     """
     q = call.q
     if q.shape[3] == call.v.shape[3]:
@@ -371,8 +372,8 @@ def _by_run(
         q, k, v: [queries, H, D], [keys, G, D] and [keys, G, V], sorted by segment.
         runs: for each run, ``((queries, keys), segments)``: the numbers of queries and keys in each segment of the run,
             and the number of segments.
-        recurring: as in `Segments`. If it is True, cuDNN runs for any length, because the plan of each length is
-            reused.
+        recurring: as in `Segments`. If it is True, cuDNN may run for any length, because the execution plan that cuDNN
+            makes for each length is reused.
     """
     run_queries = [queries * count for (queries, _), count in runs]
     run_keys = [keys * count for (_, keys), count in runs]
@@ -523,9 +524,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 def _takes_narrow_values(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> bool:
     """Whether SDPA's fastest kernel for q and k supports values of a different width.
 
-    Among the fused kernels for half precision, only cuDNN's kernel supports such values, and only for some widths
-    and in some versions. The kernel that supports all widths is slower than flash attention on padded values. On the
-    CPU, only the unfused form supports other widths.
+    In half precision, flash attention requires equal widths, and cuDNN's kernel supports only some widths and only in
+    some versions. The kernel that supports all widths is slower than flash attention on padded values. On the CPU, only
+    the unfused form supports other widths.
     """
     if q.device.type not in ACCELERATORS:
         return False

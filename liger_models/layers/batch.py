@@ -388,7 +388,8 @@ def _check_rising(positions: Tensor, attention_mask: Tensor | None) -> None:
 
 
 def _lengths(positions: Tensor, documents: Tensor | None, count: int) -> Tensor | None:
-    """Return each token's document length up to the last new token, [B, T] int64; None if each row is a document.
+    """Return the length of each token's document up to the last new token, [B, T] int64; None if each row is a
+    document.
 
     Args:
         positions: [1 or B, T] or [3, 1 or B, T].
@@ -434,7 +435,8 @@ def mark_padding(attention_mask: Tensor, device: torch.device) -> Tensor:
 def number_chunks(
     documents: Tensor | None, index: Tensor | None, size: int, B: int, S: int, device: torch.device
 ) -> Tensor:
-    """Number the chunks of ``size`` tokens of all documents. Returns each token's number, [B, S] int64, −1 for padding.
+    """Divide documents into chunks of ``size`` tokens. Returns the number of each token's chunk, [B, S] int64, −1 for
+    padding.
 
     Args:
         documents: [B, S] as in `BatchLayout`, or None.

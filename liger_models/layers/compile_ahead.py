@@ -11,8 +11,8 @@ same.
 
 `compile_early` does the same before the model has weights, for a caller who knows the shape of the batches.
 
-Triton keeps compiled kernels on the disk. A marker file beside the kernels says that all kernels of a model with these
-settings are compiled, so that later processes do not record the step again.
+Triton keeps compiled kernels on the disk. When all kernels of a model are compiled, a marker file for the model's
+settings is created beside the kernels. Later processes find this file and do not record the step again.
 """
 
 import copy
@@ -109,8 +109,8 @@ def compile_with_steps(optimizer: Any) -> None:
     """Make `compile_ahead` also compile the kernels of an optimizer that updates the model's parameters.
 
     Args:
-        optimizer: an optimizer with a method ``launch``. This method takes parameters, and launches the kernels that
-            would update them on placeholder tensors that it creates itself.
+        optimizer: an optimizer with a method ``launch``. This method takes parameters, creates placeholder tensors, and
+            launches on them the kernels that would update the parameters.
     """
     _optimizers.add(optimizer)
 
@@ -164,7 +164,7 @@ def _step_of_text(model: Any, shape: tuple[int, int], device: torch.device) -> t
 
 
 def marker_of(model: Any, dtype: torch.dtype, device: torch.device) -> Path:
-    """Return the path of the marker file, which says that Triton's disk cache has all kernels of such a model.
+    """Return the path of the marker file. If this file exists, Triton's disk cache has all kernels of the model.
 
     The path does not depend on the number of tokens, because this number affects few kernels.
 
@@ -217,7 +217,7 @@ def record_step(
     kernels: Kernels,
     device: torch.device | None = None,
 ) -> None:
-    """Add the kernels of ``model.run(embeds, layout, **options)``, its backward and the update to ``kernels``.
+    """Add to ``kernels`` the kernels of ``model.run(embeds, layout, **options)``, its backward, and the update.
 
     The step runs on tensors without values. Neither the model nor its gradients change.
 
@@ -360,7 +360,7 @@ def compile_all(kernels: Kernels, *, submitted: threading.Event | None = None, i
     Args:
         kernels: the kernels, on any number of devices.
         submitted: event that is set when the kernels of the first device have been submitted.
-        ignore_errors: whether to leave the error of a failed compilation to the launch of the kernel, which raises it.
+        ignore_errors: if True, a failed compilation raises no error here; the launch of the kernel raises it.
     """
     from triton import AsyncCompileMode
 

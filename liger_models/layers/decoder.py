@@ -128,9 +128,9 @@ def check_policy(name: str, policy: str) -> None:
 class Decoder(nn.Module):
     """A decoder with a language-model head.
 
-    If a subclass sets ``block_class``, the ``build_`` methods build the parts of the model, and the subclass
-    overrides the methods for parts that differ. A subclass without ``block_class`` calls this constructor first,
-    then sets the parts itself, and calls `post_init` last.
+    If a subclass sets ``block_class``, the ``build_`` methods build the parts of the model, and the subclass overrides
+    the methods for parts that differ from the defaults. A subclass without ``block_class`` calls this constructor
+    first, then sets the parts itself, and calls `post_init` last.
 
     Args:
         config: sizes and constants.
@@ -326,7 +326,8 @@ class Decoder(nn.Module):
             )
 
     def check_buffers(self) -> None:
-        """Raise ValueError if the model has a buffer. Loading calls this again, as subclasses may add buffers later."""
+        """Raise ValueError if the model has a buffer. Loading repeats this check, because subclasses may add buffers
+        later."""
         buffers = [buffer for buffer, _ in self.named_buffers()]
         if buffers:
             raise ValueError(
@@ -346,7 +347,8 @@ class Decoder(nn.Module):
         The weights of linear layers and embeddings are drawn from a normal distribution with ``initializer_range``;
         biases and the embedding of the padding token are set to 0. Other layers initialize their parameters in
         `Layer.draw`. All other modules initialize their parameters in ``reset_parameters``, submodules first. If a
-        subclass of a linear layer, an embedding or a layer adds ``reset_parameters``, this method is also called.
+        subclass of a linear layer, an embedding or a `Layer` defines its own ``reset_parameters``, that method is also
+        called.
 
         Raises:
             ValueError: a module has parameters but no method ``reset_parameters``.
@@ -471,7 +473,7 @@ class Decoder(nn.Module):
     def set_attention_dropout(self, probability: float) -> None:
         """Set the probability with which the attention of every block drops an attention weight in training.
 
-        The config keeps its own value, ``attention_dropout``, which is saved.
+        The config's ``attention_dropout`` does not change, and this value is saved.
 
         Raises:
             ValueError: ``probability`` is not in [0, 1).
@@ -487,8 +489,8 @@ class Decoder(nn.Module):
         The model then computes hidden states only; it can't generate.
 
         Raises:
-            ValueError: a layer can't attend to later tokens, because it is attention with a window, chunks or sinks, or
-                because it is not attention and reads tokens in order; or the model takes images.
+            ValueError: the model takes images; an attention layer has a window, chunks or sinks; or a layer that is not
+                attention reads tokens in order.
         """
         if bidirectional and self.visual is not None:
             raise ValueError(
@@ -907,7 +909,7 @@ class Decoder(nn.Module):
         return weighted
 
     def balancing_loss(self, router_logits: Sequence[Tensor], attention_mask: Tensor | None) -> Tensor:
-        """Return the load-balancing loss over all layers with routed experts, without its weight."""
+        """Return the unweighted load-balancing loss over all layers with routed experts."""
         return load_balancing_loss(router_logits, self.config.num_experts_per_tok, attention_mask, self.groups.balance)
 
 

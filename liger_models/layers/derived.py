@@ -49,7 +49,8 @@ class DerivedTensors:
         self.current.clear()
 
     def refresh(self) -> None:
-        """Recompute all outdated tensors. A graph needs this if it reads the tensors without computing them."""
+        """Recompute all outdated tensors. A captured CUDA graph needs this if it reads the tensors without computing
+        them."""
         if len(self.current) < len(self._tensors):
             for key, compute in self._compute.items():
                 self.find(key, compute)

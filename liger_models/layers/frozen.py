@@ -113,7 +113,8 @@ class FrozenParameters(nn.Module):
         return self.of_gathered({name: _whole(tensor) for name, tensor in self.tensors(codes).items()})
 
     def of_gathered(self, tensors: Mapping[str, Tensor]) -> FrozenWeight:
-        """Return the whole weight in the form that ops take, given its unsharded tensors by the names in `tensors`."""
+        """Return the whole weight in the form that ops take; ``tensors`` are its unsharded tensors, named as in
+        `tensors`."""
         return self._weight_of(tensors, self.shape)
 
     def tensors(self, codes: Tensor) -> dict[str, Tensor]:
@@ -354,7 +355,7 @@ def own_parameters(module: nn.Module) -> dict[nn.Parameter, int]:
 
 
 def offset_of(parameter: Any) -> tuple[int, ...]:
-    """Return the index at which this rank's part of a parameter begins, for each dimension."""
+    """For each dimension of a parameter, return the index at which this rank's part begins."""
     if not is_sharded(parameter):
         return (0,) * int(parameter.dim())
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow to import

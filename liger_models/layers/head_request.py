@@ -107,8 +107,8 @@ def check_num_items(num_items: Tensor | float | None, target: Tensor) -> None:
         target: [B, T] int64, −100 for no target. ``num_items`` may be 0 only if no token has a target.
 
     Raises:
-        ValueError: ``num_items`` is a bool, is negative, or is 0 although there are targets. For a tensor on a GPU, the
-            error is raised as in `check_values`.
+        ValueError: ``num_items`` is a bool, is negative, or is 0 although there are targets. A wrong value in a tensor
+            on a GPU triggers a device-side assertion instead; see `check_values`.
     """
     if num_items is None:
         return

@@ -4,12 +4,13 @@ A token x has a latent c with L elements and a key part r with R elements; all H
 queries and keys with N + R columns and values with V columns::
 
     [a, l, r'] = W_a x                         Q, L and R numbers; without low-rank queries, a is x itself
-    q = W_q norm(a),   c = norm(l)             the last R columns of each head of q, and r', are rotated
-    k_h = [W_k,h c, rotate(r')],  v_h = W_v,h c
+    q = W_q norm(a)                            the last R columns of each head of q are then rotated
+    c = norm(l),   r = rotate(r')
+    k_h = [W_k,h c, r],   v_h = W_v,h c
     o_h = Σ_j softmax_j(scale · q_h · k_j,h) · v_j,h
 
-Training and prompts use this form. Decoding caches only the row [c, rotate(r')] of each token. It multiplies the
-queries by W_k and the weighted sums by W_v, instead of multiplying the latents by W_k and W_v::
+Training and prompts use this form. Decoding caches only the row [c, r] of each token. It multiplies the queries by W_k
+and the weighted sums by W_v, instead of multiplying the latents by W_k and W_v::
 
     q_h · k_j,h = [W_k,hᵀ q_h[:N], q_h[N:]] · [c_j, r_j]
     o_h = W_v,h Σ_j softmax_j(...) · c_j
@@ -334,7 +335,8 @@ class LigerLatentAttention(BaseAttention):
         return torch.cat([c[:, :, None], self._rotate(shared[:, :, None], layout)], -1)
 
     def _rotated_queries(self, q: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Split queries [B, T, H · (N + R)] into the parts of each head, [B, T, H, N] and (rotated) [B, T, H, R]."""
+        """Split queries [B, T, H · (N + R)] into the unrotated part [B, T, H, N] and the part [B, T, H, R], and rotate
+        the latter."""
         nope, rest = q.unflatten(-1, (self.num_heads, -1)).split([self.nope_dim, self.rope_dim], -1)
         return nope, self._rotate(rest, layout)
 
@@ -348,7 +350,8 @@ class LigerLatentAttention(BaseAttention):
     def _up_weight(self, like: Tensor) -> Tensor:
         """Return the weight of ``kv_b_proj`` as [H, N + V, L]. Each head has rows for its key, then for its value.
 
-        The weight includes adapters: a layer that is not plain is applied to the identity matrix, once per generation.
+        If ``kv_b_proj`` is not an ordinary linear layer, for example because it has adapters, it is applied to the
+        identity matrix once per generation. The result then includes the adapters.
         """
         linear = self.kv_b_proj
         if is_plain(linear):
@@ -366,7 +369,7 @@ class LigerLatentAttention(BaseAttention):
 
     @property
     def attention(self) -> AttentionSpec:
-        """The requirements of the layer on the model, and the cost of the layer in training."""
+        """What the layer requires from the model, and what it costs in training."""
         columns = self.nope_dim + self.rope_dim + self.value_dim
         return AttentionSpec(
             self.layer, self.rotary, self.window, self.softcap is not None, 2 * self.num_heads * columns,

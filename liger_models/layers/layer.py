@@ -13,7 +13,7 @@ CHECKPOINTING_POLICIES = ("none", "selective", "full")
 
 
 class AttentionSpec(NamedTuple):
-    """The requirements of an attention layer on the model, and the cost of the layer.
+    """What an attention layer requires from the model, and what it costs.
 
     Attributes:
         cache_slot: index of the layer's keys and values in the decode cache; None if the layer stores no keys and
@@ -23,8 +23,8 @@ class AttentionSpec(NamedTuple):
         needs_mask: whether the kernel needs a mask even for plainly causal attention, as attention with a softcap
             does.
         pair_flops: number of floating-point operations in the forward for each pair of a query and a visible key.
-        needs_flash: whether plainly causal attention on accelerators needs a mask unless it runs in half precision,
-            as attention with sinks does.
+        needs_flash: whether, on accelerators, plainly causal attention needs a mask for dtypes other than half
+            precision, as attention with sinks does.
         takes_pages: whether, in a decoding step, keys and values may be pages of a `PagedCache`.
         caches_latents: whether the decode cache has one row per token, and keys and values are computed from these
             rows.

@@ -165,5 +165,6 @@ def ranks_of(linear: nn.Linear) -> Group | None:
 
 
 def row_parallel(linear: nn.Linear) -> RowParallelLinear | None:
-    """Return the layer if its inputs are sharded; otherwise None. Fused ops must call ``sum`` of a returned layer."""
+    """Return the layer if its inputs are sharded; otherwise None. If a layer is returned, a fused op must call its
+    ``sum``."""
     return linear if isinstance(linear, RowParallelLinear) else None

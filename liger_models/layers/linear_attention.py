@@ -281,8 +281,8 @@ def run(
     op: Callable[..., Any], reference: Callable[..., Any], *args: Tensor | None, kernel: bool, stateful: bool,
     **options: Any,
 ) -> tuple[Tensor, Any]:  # fmt: skip
-    """Run an op or its reference implementation. Returns ``(result, final state)``; the op's state is None unless
-    ``stateful``.
+    """Run an op or its reference implementation. Returns ``(result, final state)``. An op's state is None if
+    ``stateful`` is False.
     """
     first = args[0]
     assert first is not None

@@ -188,7 +188,7 @@ class GatedMLP(Layer):
 
 
 class LigerXIELU(Layer):
-    """The coefficients of xIELU: two that are trained, and two constants that come from the checkpoint.
+    """The parameters of xIELU: two trained coefficients, and two constants that come from the checkpoint.
 
     The coefficients are ``softplus(alphas[0])`` and ``constants[0] + softplus(alphas[1])``; the constants are β and ε.
     A new layer has the coefficients 0.8 and 0.8, and the constants 0.5 and −1e-6.

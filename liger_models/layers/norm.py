@@ -332,7 +332,7 @@ def float8_recipe(*linears: nn.Module) -> str | None:
 
 
 def gathered_float8(linear: nn.Module) -> Float8 | None:
-    """Return the weight of a float8 layer if `apply_fsdp` has gathered it in rounded form; otherwise None."""
+    """Return the weight of a float8 layer if `apply_fsdp` has gathered it in float8; otherwise None."""
     gathered: Float8 | None = _attribute(linear, "gathered")
     return gathered
 

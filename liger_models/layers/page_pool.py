@@ -170,11 +170,12 @@ class PagePool(PagedCache):
         return positions
 
     def keep_states(self, layer: int, *states: Tensor) -> None:
-        """Store a layer's states after the next one of the tokens that `speculate` prepared."""
+        """Store a layer's states after one token. Calls are in the order of the tokens that `speculate` prepared."""
         self._drafted.setdefault(layer, []).append(states)
 
     def accept(self, counts: Tensor) -> None:
-        """For each row, keep the states after the first ``counts`` [rows] tokens that `speculate` has prepared.
+        """Of the tokens that `speculate` prepared, accept the first ``counts`` [rows] of each row, and keep the states
+        after them.
 
         The caller writes ``lengths`` and ``remaining``.
         """

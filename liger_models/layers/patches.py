@@ -269,7 +269,8 @@ def _unaligned_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple
 def _cubic_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
     """Return the four neighbors of each position, and their weights, for lines whose ends coincide.
 
-    The weight of a neighbor is a cubic function of its distance, with PyTorch's parameter −0.75. It may be negative.
+    The weight of a neighbor is a cubic function of its distance, with PyTorch's parameter −0.75. A weight may be
+    negative.
 
     Source: Keys, Cubic convolution interpolation for digital image processing, 1981.
     """
@@ -290,7 +291,8 @@ def _divide(index: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _share_out(here: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Assign the tokens marked in ``here`` [B, T] to consecutive items of the given sizes, as in `_split_by`."""
+    """Assign the tokens marked in ``here`` [B, T] to consecutive items of the given sizes. Returns the same as
+    `_split_by`."""
     rank = (here.flatten().cumsum(0) - 1).view(here.shape).clamp_min(0)  # index among all marked tokens
     return _split_by(sizes, rank)
 

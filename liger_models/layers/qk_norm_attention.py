@@ -87,9 +87,9 @@ class LigerQKNormAttention(LigerAttention):
         )  # fmt: skip
 
     def _split_unfused(self, qkv: Tensor, layout: BatchLayout, group: Group | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute `_split` with norms over all heads in several steps, between which q, k and v may be clipped.
+        """Compute `_split` in separate steps, with norms over all heads. If ``clip`` is set, clip q, k and v.
 
-        If ``group`` is given, each rank has a part of the heads, so the ranks exchange their means.
+        If ``group`` is given, each rank has a part of the heads, so the means of squares are averaged over the ranks.
         """
         # Each rank averages the squares over its own heads. The mean is then taken over all ranks.
         *heads, v = split_heads(qkv, self.num_heads, self.num_kv_heads, self.head_dim)

@@ -75,7 +75,8 @@ class LongRopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class NtkAlphaScaling:
-    """Multiplies the base by alpha^(width / (width − 2)), as in Hunyuan. Other fields are ignored."""
+    """Multiplies the base by alpha^(width / (width − 2)) for ``width`` rotated dimensions, as in Hunyuan. Other fields
+    are ignored."""
 
     alpha: float
     factor: float | None = None
@@ -171,9 +172,9 @@ def _yarn_frequencies(base: Tensor, width: int, theta: float, scaling: YarnScali
 
 
 def switch_columns(rotary: Iterable[Layer], positions: Tensor) -> list[int]:
-    """Return the columns at which the frequencies of some row switch (`LongRopeScaling`).
+    """Return the columns at which a row is long enough to switch its frequencies (`LongRopeScaling`).
 
-    The cached keys of such a row were rotated with the old frequencies.
+    The keys that are cached before such a column were rotated with the old frequencies.
 
     Args:
         rotary: the rotary embeddings of a model.
