@@ -75,7 +75,7 @@ class BaseAttention(Layer):
         self.recompute = False
         """Whether to save only the inputs and recompute the rest in the backward (checkpointing policy "full")."""
 
-    # The methods that a batch passes through: `add_norm` or `forward`, then `_attend`, which calls `_mix`.
+    # The methods that process a batch: `add_norm` or `forward`, then `_attend`, which calls `_mix`.
 
     def add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
