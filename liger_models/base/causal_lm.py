@@ -57,7 +57,7 @@ class CausalLM(Decoder):
 
         Raises:
             AttributeError: code outside of PEFT reads the property.
-            ValueError: PEFT reads the property, which it does before it looks for modules to replace.
+            ValueError: PEFT reads the property. PEFT does this before it looks for modules to replace.
         """
         if sys._getframe(1).f_globals.get("__name__", "").startswith("peft.tuners."):
             raise ValueError(CausalLM._must_be_unpacked(self))

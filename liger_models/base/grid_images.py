@@ -30,8 +30,8 @@ class GridImageModel(VisionLanguageModel):
     """A vision-language model that takes the patches and the grid of each image and each video.
 
     The vision tower takes patches [N, values] and grids [n, 3]. It returns the image tokens [N / merge², C] and a list
-    of DeepStack features, each of the same shape. The list may be empty. The tower's attribute ``merge`` is the side of
-    the square of patches that becomes one token, and the tower's layer ``patch_embed`` embeds patches.
+    of DeepStack features, each in the shape of the image tokens. The list may be empty. The tower's attribute ``merge``
+    is the side of the square of patches that becomes one token, and the tower's layer ``patch_embed`` embeds patches.
     """
 
     layout_class = GridLayout

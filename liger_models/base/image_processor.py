@@ -1,4 +1,4 @@
-"""Base classes of processors for models that take images but no videos, and of the processors' image converters."""
+"""The base class of processors for models that take images but no videos, and the base class of image converters."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ class ImageConverter:
     """Converts an image, given as any source that `read_image` takes, into the pixels that a model reads.
 
     Attributes:
-        as_read: `settings` as they were in the checkpoint. A converter that has settings sets this attribute at the end
+        as_read: the value of `settings` in the checkpoint. A converter that has settings sets this attribute at the end
             of its constructor.
     """
 
@@ -36,7 +36,7 @@ class ImageConverter:
 
 
 class ImageProcessor(Processor):
-    """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
+    """Turns images and texts with placeholders into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.
@@ -113,7 +113,7 @@ class ImageProcessor(Processor):
         return self.joined([self.images(image) for image in images])
 
     def joined(self, converted: Sequence[Any]) -> dict[str, Tensor]:
-        """Join the results of ``self.images`` for several images into inputs of ``forward``; {} if there are no images.
+        """Join what ``self.images`` returned for several images into inputs of ``forward``; {} if there are no images.
 
         By default, each result holds an image's tiles [tiles, 3, side, side], and ``pixel_values`` has the tiles of all
         images.

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 def locate_image(source: "Source") -> "Image | Path | bytes":
-    """Resolve any way of specifying an image to a PIL image, a path, or the content of a file. No file is opened.
+    """Convert any source of an image into a PIL image, a path, or the content of a file. No file is opened.
 
     Args:
         source: a PIL image; a path; a ``file://`` URL; a data URI such as ``data:image/png;base64,...``; the bytes of a
-            file; or a mapping with one of these. If a mapping has several keys, "bytes" takes precedence over "path"
-            (an undecoded image column of ``datasets``), "url" (OpenAI's ``image_url`` parts) and "base64" (a part of
-            transformers' messages).
+            file; or a mapping with one of these. The mapping's first key out of "bytes", "path", "url" and "base64" is
+            read. Undecoded image columns of ``datasets`` have the keys "bytes" and "path", OpenAI's ``image_url`` parts
+            have "url", and parts of transformers' messages may have "base64".
 
     Raises:
         TypeError: ``source`` has none of these types.
@@ -512,7 +512,7 @@ def one_list(owner: str, token: str, texts: Sequence[str], images: Any) -> "list
 
 
 def each_once(make: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
-    """Call ``make`` with the elements at each index of the columns, and return the list of results.
+    """For each index, call ``make`` with the element of every column at this index. Returns the list of results.
 
     If the same objects occur at several indices, for example because several answers share an image, ``make`` is called
     only once for them.

@@ -39,7 +39,7 @@ class TextOptions(TypedDict, total=False):
 
     Attributes:
         padding: True or "longest" pads to the longest row, "max_length" to ``max_length``. False does not pad. (True)
-        padding_side: "left" (generation) or "right" (training). (``processor.tokenizer.padding_side``)
+        padding_side: "left" for generation, or "right" for training. (``processor.tokenizer.padding_side``)
         truncation: whether to cut the end of rows longer than ``max_length`` tokens. As in transformers, a row whose
             image tokens do not all fit is an error. (False)
         max_length: number of tokens; needs ``truncation=True`` or ``padding="max_length"``.
@@ -211,7 +211,7 @@ def check_tokens(name: str, tokenizer: Tokenizer, tokens: Sequence[str]) -> None
 
 
 class Processor(ABC):
-    """Converts images, and texts with placeholders for them, into inputs of ``forward`` and ``generate``.
+    """Converts images and texts with placeholders into inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.
@@ -417,7 +417,7 @@ class Processor(ABC):
         return out if return_dict else out["input_ids"]
 
     def _labels(self, ids: Any, masks: Any) -> Any:
-        """Return labels: the ids where the mask is 1, and −100 elsewhere and on media tokens; [B, T] or lists."""
+        """Return labels, [B, T] or lists: −100 on media tokens and where the mask is 0, and the ids elsewhere."""
         media = sorted(self.media_ids)
         if isinstance(ids, Tensor):
             return ids.masked_fill((masks == 0) | torch.isin(ids, torch.tensor(media)), -100)
@@ -550,7 +550,7 @@ class Processor(ABC):
         return ModelInputs({key: torch.tensor(column, dtype=torch.int64) for key, column in rows.items()})
 
     def changed_files(self) -> dict[str, bytes]:
-        """Map the name of each file that changed settings affect to its new content."""
+        """Return the files whose settings were changed: a mapping from file names to new contents."""
         # One file may hold the settings of images and of videos, so each change is applied on top of the changes before
         # it.
         changed: dict[str, bytes] = {}
