@@ -80,5 +80,5 @@ def version_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def sum_bits(tensor: Tensor) -> Tensor:
-    """Interpret each element's bits as an integer, and return the int64 sum of these integers. It may overflow."""
+    """Interpret each element's bits as an integer, and return the int64 sum of these integers. The sum may overflow."""
     return tensor.detach().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)

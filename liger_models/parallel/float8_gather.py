@@ -1,7 +1,8 @@
 """FSDP2 with weights that are gathered in float8. Each rank rounds its own rows, and sends one byte per element.
 
-A layer whose weight has a single scale (`convert_to_float8`, recipe "tensorwise") multiplies float8 codes. Once a
-rank knows the largest absolute value of the whole weight, it can compute the codes of its own rows::
+A layer whose weight has a single scale (`convert_to_float8`, recipe "tensorwise") multiplies float8 codes. Once a rank
+knows amax_l, the largest absolute value of the whole weight W_l of layer l, it can compute the codes of its own rows.
+MAX is the largest float8 value, and q(W_l) are the codes of the whole weight::
 
     amax_l = max over the ranks of max |W_l| over the rank's rows     one all-reduce for all layers, before the forward
     q(W_l) = all-gather of float8(W_l · MAX / amax_l)                 one byte for each number

@@ -86,8 +86,9 @@ def apply_fsdp(
             also pass ``mesh["dp"]``. Default: all ranks, in one dimension.
         param_dtype: dtype of gathered parameters, and thus of the computation. None: the dtype of the parameters.
         reduce_dtype: dtype in which gradients are averaged over the ranks. None: ``param_dtype``. Within one host,
-            gradients that are averaged in fp32 are sent in the narrower ``param_dtype`` in which the backward has
-            computed them, unless several backward passes were accumulated first (``set_requires_gradient_sync``).
+            gradients that are averaged in fp32 are sent in ``param_dtype``, in which the backward computes them.
+            Gradients that were first accumulated over several backward passes (``set_requires_gradient_sync``) are sent
+            in fp32.
         cpu_offload: whether to keep parameters, gradients and optimizer state on the CPU. The optimizer then runs on
             the CPU.
         reshard_after_forward: whether to reshard a block after its forward. False keeps blocks gathered until their
@@ -96,9 +97,9 @@ def apply_fsdp(
         float8_gather: whether weights with a single float8 scale (`convert_to_float8`, recipe "tensorwise") are
             rounded before they are gathered. The results are the same. If ``reshard_after_forward`` is a number, or
             with ``cpu_offload``, these weights are gathered in ``param_dtype``.
-        averaged: pass True if the dimensions of the mesh that were not passed hold other parameters (pipeline
-            stages), or if your own code averages the gradients over these dimensions. Otherwise, the first training
-            forward raises an error, because replicas of the weights would diverge.
+        averaged: matters if ``mesh`` is a part of a larger mesh. Pass True if ranks along the other dimensions hold
+            other parameters (pipeline stages), or if your own code averages the gradients over these dimensions.
+            Otherwise, the first training forward raises an error, because replicas of the weights would diverge.
 
     Returns:
         ``model``.

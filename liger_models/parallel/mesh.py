@@ -112,7 +112,8 @@ def replicas(mesh: DeviceMesh, tensor: Group | None) -> frozenset[int]:
 
 
 def group_over(mesh: DeviceMesh) -> Group:
-    """Return a group of all ranks in a mesh. If the mesh has several dimensions, all its ranks must call this."""
+    """Return a group of all ranks in a mesh. If the mesh has several dimensions, all its ranks must call this
+    function."""
     if mesh.ndim == 1:
         return group_of(mesh.get_group())
     return group_of(dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True))

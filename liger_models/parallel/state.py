@@ -277,8 +277,8 @@ def load_state(
             are assigned to the group with the same number. A group without saved options keeps its own options.
         scaler: the gradient scaler, created as for a new run. If the checkpoint has no scaler state because the run
             was not in float16, the scaler does not change.
-        step: step of the checkpoint. Default: the checkpoint that ``latest`` names, or the newest checkpoint if
-            ``latest`` or the checkpoint that it names was deleted.
+        step: step of the checkpoint. Default: the checkpoint that ``latest`` names. If ``latest`` or this checkpoint
+            was deleted, the default is the newest checkpoint.
         settings: see `save_state`. The settings in the checkpoint must have the same values.
 
     Returns:
