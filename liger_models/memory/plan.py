@@ -103,7 +103,7 @@ def plan_memory(
     number of blocks whose moments are kept in host memory, and whether the optimizer steps during the backward. None of
     these choices changes the gradients, but gradient clipping requires that the optimizer steps after the backward.
     Blocks that save the same bytes are interchangeable, so the search only chooses how many blocks get each policy. The
-    search skips a combination only if another one is better, so it finds the best plan.
+    search skips a combination only if another combination is better, so it finds the best plan.
 
     The expected time includes repeated operations (see `Layer.recomputed_share`), copies to and from the host if they
     take longer than the computation that they overlap with, and the bytes that the optimizer reads and writes. By
@@ -123,8 +123,8 @@ def plan_memory(
         length: T, the number of tokens in a row or document, by default ``tokens``. Only the time of attention depends
             on it.
         accumulate: number of batches in an optimizer step.
-        checkpointing: a policy for all blocks, or one for each block, which the plan must use. By default, the plan
-            chooses the policies.
+        checkpointing: the policies that the plan must use: one policy for all blocks, or a list with a policy for each
+            block. By default, the plan chooses the policies.
         host_moments: whether moments may be kept in host memory (``LigerAdamW(offload=plan.moments(model))``).
         in_backward: whether the optimizer may step during the backward (`step_in_backward`). This needs
             ``accumulate=1``.

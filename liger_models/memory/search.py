@@ -153,7 +153,7 @@ class Search:
 
         H is the number of possible values for the number of blocks whose moments are kept in host memory. Tables [H, A]
         have a cell for each of these values and each sum over offloaded blocks. For each cell, bisection finds the
-        fastest sum over the other blocks for which the peak fits.
+        fastest sum over the blocks that stay on the device for which the peak fits.
 
         Args:
             case: the case.
@@ -230,15 +230,15 @@ class Search:
         return float(self.times.step(seconds, moved, 0, False))
 
     def _freed_bytes(self, offload: int) -> Tensor:
-        """Compute the bytes of moments in host memory [H], for each number of blocks whose moments may be in host
-        memory."""
+        """For each possible number of blocks whose moments are kept in host memory, compute the bytes of these moments,
+        [H]."""
         offloaded, moments = offloaded_blocks(self.blocks, offload), self.memory.moments
         choices = (host_blocks(self.blocks, count, offloaded) for count in self._host_counts)
         return torch.tensor([sum(moments[index] for index in blocks) for blocks in choices])
 
     def _count_types(self, offloaded: Collection[int], is_away: bool) -> tuple[tuple[int, int], ...]:
-        """Return pairs (type, number of blocks). If ``is_away``, offloaded blocks are counted, otherwise the other
-        blocks."""
+        """Return pairs (type, number of blocks). Count the offloaded blocks if ``is_away`` is True, and otherwise the
+        blocks that stay on the device."""
         counts = Counter(block_type for index, block_type in enumerate(self.type_of) if (index in offloaded) == is_away)
         return tuple(sorted(counts.items()))
 
