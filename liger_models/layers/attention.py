@@ -49,7 +49,7 @@ class BaseAttention(Layer):
         dropout: probability of dropping an attention weight in training.
         rotary: name of the rotary embedding; None for no rotation.
         interleaved: whether to rotate pairs (2i, 2i + 1) instead of (i, i + R/2).
-        rope_kernel: False for plain torch.
+        rope_kernel: False rotates in plain PyTorch instead of a kernel.
     """
 
     o_proj: nn.Linear
@@ -193,7 +193,7 @@ class LigerAttention(BaseAttention):
         dropout: probability of dropping an attention weight in training.
         rotary: name of the rotary embedding; None for no rotation.
         interleaved: whether to rotate pairs (2i, 2i + 1) instead of (i, i + R/2).
-        rope_kernel: False for plain torch.
+        rope_kernel: False rotates in plain PyTorch instead of a kernel.
 
     Raises:
         ValueError: H is not a multiple of G.

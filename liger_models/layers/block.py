@@ -29,7 +29,7 @@ class Block(nn.Module):
         return partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
 
     def attention_options(self, config: Any, layer: int) -> dict[str, Any]:
-        """Return further arguments of ``attention_class.from_config`` for a layer."""
+        """Return additional arguments for a layer's call of ``attention_class.from_config``."""
         return {}
 
     def build_attention(self, config: Any, layer: int, kernels: KernelOptions) -> Any:
@@ -62,7 +62,7 @@ class PreNormBlock(Block):
         self.mlp = self.build_mlp(config, layer, kernels)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
+        """Map ``residual + x`` [B, T, C] to the next block's ``(x, residual)``, and return any router logits."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         # `layout.experts` holds experts that replace the router's choice; it is empty for a dense MLP.
         outputs: tuple[Tensor, ...] = self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
@@ -87,7 +87,7 @@ class PostNormBlock(Block):
         self.post_feedforward_layernorm = norm(config.hidden_size)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next block's ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(None, x, residual, layout)
         x, residual = self.mlp.add_norm(None, self.post_attention_layernorm(x), residual)
         return self.post_feedforward_layernorm(x), residual
@@ -107,7 +107,7 @@ class SandwichNormBlock(Block):
         self.post_feedforward_layernorm = norm(config.hidden_size)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next block's ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         # The output of each branch, [B, T, C], is normalized before it is added to the residual stream.
         x = self.post_attention_layernorm(x)

@@ -23,7 +23,7 @@ class LigerGatedConv(LinearAttention):
         conv_size: K, the number of tokens that the convolution covers.
         layer: index of the layer, which is also its slot in the decode cache.
         bias: whether the projections and the convolution have biases.
-        kernel: False for plain torch.
+        kernel: False runs plain PyTorch instead of a kernel.
 
     Raises:
         ValueError: K is below 2, or above the limit of the kernel.

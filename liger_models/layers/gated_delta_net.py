@@ -36,7 +36,7 @@ class LigerGatedDeltaNet(LinearAttention):
         conv_size: K, the number of tokens that the convolution covers.
         layer: index of the layer, which is also its slot in the decode cache.
         eps: eps of the output norm.
-        kernel: False for plain torch.
+        kernel: False runs plain PyTorch instead of a kernel.
 
     Raises:
         ValueError: Hv is not a multiple of Hk, or K is below 2 or more than the kernel supports.

@@ -81,7 +81,7 @@ class LigerKimiDeltaAttention(LinearAttention):
         conv_size: K, the number of tokens that the convolution covers.
         layer: index of the layer, which is also its slot in the decode cache.
         eps: eps of the output norm.
-        kernel: False for plain torch.
+        kernel: False runs plain PyTorch instead of a kernel.
 
     Raises:
         ValueError: K is below 2 or more than the kernel supports.

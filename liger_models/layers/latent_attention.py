@@ -91,7 +91,7 @@ class LigerLatentAttention(BaseAttention):
         dropout: probability of dropping an attention weight in training.
         rotary: name of the rotary embedding, whose width is R; None for no rotation.
         interleaved: whether to rotate pairs (2i, 2i + 1) instead of (i, i + R/2).
-        rope_kernel: False for plain torch.
+        rope_kernel: False rotates in plain PyTorch instead of a kernel.
     """
 
     def __init__(

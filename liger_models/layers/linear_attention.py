@@ -27,7 +27,7 @@ class LigerGatedRMSNorm(Layer):
         width: D.
         eps: added to the mean of squares.
         act: activation of the gate, "silu" or "sigmoid".
-        kernel: False for plain torch.
+        kernel: False runs plain PyTorch instead of a kernel.
     """
 
     def __init__(self, width: int, eps: float = 1e-6, *, act: str = "silu", kernel: bool = True) -> None:
@@ -72,7 +72,7 @@ class LinearAttention(Layer):
         layer: index of the layer, which is also its slot in the decode cache.
         bias: whether ``in_proj`` has a bias.
         conv_bias: whether the convolution has a bias.
-        kernel: False for plain torch.
+        kernel: False runs plain PyTorch instead of a kernel.
 
     Raises:
         ValueError: K is below 2, or above the limit of the kernel.

@@ -26,7 +26,7 @@ class GroupedGatedNorm(Layer):
         groups: G.
         eps: added to the mean of squares.
         gate_first: whether the gate multiplies the channels before the norm, as in Mamba-2.
-        kernel: False for plain torch.
+        kernel: False runs plain PyTorch instead of a kernel.
     """
 
     def __init__(self, width: int, groups: int, eps: float, *, gate_first: bool = True, kernel: bool = True) -> None:
@@ -152,7 +152,7 @@ class LigerMamba2(LinearAttention):
             sizes are clamped to.
         gate_first: whether the gate multiplies the values before the norm; None for a gate without a norm.
         multipliers: numbers by which the gate, the values, B, C and the step sizes are multiplied.
-        kernel: False for plain torch.
+        kernel: False runs plain PyTorch instead of a kernel.
 
     Raises:
         ValueError: H is not a multiple of G, K is below 2 or more than the kernel supports, or the smallest initial

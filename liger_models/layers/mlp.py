@@ -69,7 +69,7 @@ class GatedMLP(Layer):
         intermediate_size: F.
         act: "silu", "gelu" or "gelu_tanh".
         bias: whether all three projections have biases.
-        kernel: False for plain torch.
+        kernel: False runs plain PyTorch instead of a kernel.
 
     Raises:
         ValueError: the activation is unknown.
@@ -243,7 +243,7 @@ class LigerMLP(Layer):
         act: "gelu", "gelu_tanh", "quick_gelu", "relu2" (the square of ReLU) or "xielu" (which has trained
             coefficients).
         bias: whether both layers have biases.
-        kernel: False for plain torch.
+        kernel: False runs plain PyTorch instead of a kernel.
 
     Raises:
         ValueError: the activation is unknown.
@@ -348,7 +348,7 @@ class LigerSwiGLUMLP(GatedMLP):
             ``hidden_act`` and ``mlp_multipliers``. The last field (Falcon-H1) has two values: the multiplier of the
             gate before its activation, and the multiplier of the result.
         intermediate_size: F; None for the configuration's ``intermediate_size``.
-        kernel: False for plain torch.
+        kernel: False runs plain PyTorch instead of a kernel.
 
     Raises:
         ValueError: the configuration's ``hidden_act`` is neither "silu" nor "swish".

@@ -82,7 +82,7 @@ class WideRouter(Layer):
     Args:
         hidden_size: C.
         num_experts: X.
-        kernel: False for plain torch.
+        kernel: False runs plain PyTorch instead of a kernel.
     """
 
     def __init__(self, hidden_size: int, num_experts: int, *, kernel: bool = True) -> None:
@@ -144,7 +144,7 @@ class LigerMoE(Layer):
         bias: whether the router and both projections of each expert have biases.
         router_jitter: in training, the input is multiplied by uniform noise between 1 − router_jitter and 1 +
             router_jitter.
-        kernel: False for plain torch.
+        kernel: False runs plain PyTorch instead of a kernel.
 
     Raises:
         ValueError: ``routing`` does not fit ``num_experts``, ``weights_input`` is set although tokens have several

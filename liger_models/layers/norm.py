@@ -58,7 +58,7 @@ class LigerRMSNorm(Layer):
         in_place, row_mode: ignored, because the kernels never overwrite their inputs; accepted for compatibility with
             Liger-Kernel.
         elementwise_affine: False for a norm without a weight parameter.
-        kernel: False for plain torch.
+        kernel: False runs plain PyTorch instead of a kernel.
 
     Raises:
         ValueError: casting_mode or init_fn is unknown, or there is an offset but no weight.
@@ -173,7 +173,7 @@ class LigerLayerNorm(Layer):
         init_fn: initialization of the weight, "ones" or "zeros".
         use_bias: False for a norm without a bias parameter.
         offset: added to the weight, in the dtype of the weight (Nemotron: 1.0).
-        kernel: False for plain torch.
+        kernel: False runs plain PyTorch instead of a kernel.
 
     Raises:
         ValueError: init_fn is unknown.

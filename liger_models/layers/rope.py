@@ -30,7 +30,8 @@ class DynamicScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Divides low frequencies by ``factor``, keeps high ones, and blends the two in between (Llama 3.1 and later)."""
+    """Divides low frequencies by ``factor``, keeps high frequencies, and blends the two in between (Llama 3.1 and
+    later)."""
 
     factor: float
     low_freq_factor: float
