@@ -64,7 +64,7 @@ class ApertusBlock(nn.Module):
         )
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next block's ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.attention_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.feedforward_layernorm, x, residual)
 
@@ -77,7 +77,7 @@ class LigerApertus(CausalLM):
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """If there are no rope parameters, add the ones that transformers uses. They override ``rope_theta``."""
+    """If there are no rope parameters, add the parameters that transformers uses. These override ``rope_theta``."""
     if hf.get("rope_parameters") or hf.get("rope_scaling"):
         return dict(hf)
     return dict(hf) | {

@@ -73,7 +73,7 @@ class BambaBlock(nn.Module):
         self.feed_forward = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next block's ``(x, residual)``."""
         mixer = self.self_attn if self.has_attention else self.mamba
         x, residual = mixer.add_norm(self.input_layernorm, x, residual, layout)
         return self.feed_forward.add_norm(self.pre_ff_layernorm, x, residual)

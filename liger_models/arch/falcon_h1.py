@@ -124,7 +124,7 @@ class FalconH1Block(nn.Module):
         self.feed_forward = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next block's ``(x, residual)``."""
         attended, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         mixed, residual = self.mamba.add_norm(self.input_layernorm, None, residual, layout)
         mixed = mixed if self.mixer_scale == 1.0 else mixed * self.mixer_scale

@@ -100,7 +100,7 @@ class GraniteMoeHybridBlock(nn.Module):
         self.shared_mlp = LigerSwiGLUMLP(config, config.shared_intermediate_size, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
+        """Map ``residual + x`` [B, T, C] to the next block's ``(x, residual)``, and return any router logits."""
         mixer, scale = self.self_attn if self.has_attention else self.mamba, self.residual_multiplier
         x, residual = mixer.add_norm(self.input_layernorm, x, residual, layout)
         if self.block_sparse_moe is None:

@@ -98,7 +98,7 @@ class Mamba2Block(nn.Module):
         )
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next block's ``(x, residual)``."""
         return self.mixer.add_norm(self.norm, x, residual, layout)
 
 

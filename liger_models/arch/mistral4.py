@@ -9,9 +9,9 @@ the logits and chosen from the ``topk_group`` best of ``n_group`` groups, where 
 two best scores. The routing weights are divided by their sum if ``norm_topk_prob`` is set, multiplied by
 ``routed_scaling_factor``, and rounded to the dtype of the logits.
 
-config.json does not say whether YaRN's ``mscale_all_dim`` scales the attention scores. According to the parameters that
-Mistral publishes next to the weights (``apply_scale: false``), it does not; in transformers, it does. The field
-``scale_by_mscale`` decides: False (the default) follows Mistral's parameters, True follows transformers.
+config.json does not say whether YaRN's ``mscale_all_dim`` scales the attention scores. The parameters that Mistral
+publishes next to the weights say no (``apply_scale: false``), but transformers scales the scores. The field
+``scale_by_mscale`` decides: False (the default) follows Mistral's parameters, and True follows transformers.
 
 ``LigerMistral4.from_pretrained(folder)`` loads the language model of a checkpoint with images (model_type
 ``mistral3``), without the tensors of the vision tower.

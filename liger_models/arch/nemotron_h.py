@@ -287,7 +287,7 @@ class NemotronHBlock(nn.Module):
         return NemotronHMoE(config, kernels)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
+        """Map ``residual + x`` [B, T, C] to the next block's ``(x, residual)``, and return any router logits."""
         options = (layout,) if self.kind in (MAMBA, ATTENTION) else layout.experts if self.kind == MOE else ()
         outputs: tuple[Tensor, ...] = self.mixer.add_norm(self.norm, x, residual, *options)
         return outputs

@@ -10,7 +10,8 @@ by another set for longer ones, and multiplies cos and sin by ``short_mscale`` o
 
 Differs from transformers 5.23: long texts are rotated with ``long_factor``, as in the published code; transformers uses
 ``short_factor`` at every length. In training, experts are chosen as in evaluation; transformers samples them at random.
-``input_jitter_noise`` multiplies the input of the experts once, as in the published code, and not twice.
+The noise of ``input_jitter_noise`` multiplies the input of the experts once, as in the published code; transformers
+applies it twice.
 
 Source: https://arxiv.org/abs/2404.14219, https://arxiv.org/abs/2409.12136 (sparsemixer), transformers
 ``models/phimoe``.

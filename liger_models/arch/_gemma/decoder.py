@@ -64,7 +64,8 @@ class GemmaDecoder(CappedGemmaModel):
 
     @property
     def held_elements(self) -> int:
-        """Elements per token in the blocks' second inputs, and in the projections from which these are computed."""
+        """Elements per token in the blocks' second inputs, and in the projections from which the inputs are
+        computed."""
         count: int = 2 * self.config.num_hidden_layers * self.config.hidden_size_per_layer_input
         return count
 

@@ -47,7 +47,7 @@ class Glm4vVideos(QwenVLImages):
 
 
 class Glm4vProcessor(QwenVLProcessor):
-    """Turns images, videos, and texts with placeholders for them into the inputs of ``forward`` and ``generate``."""
+    """Turns images, videos and texts with placeholders into the inputs of ``forward`` and ``generate``."""
 
     @classmethod
     def makers(
@@ -68,6 +68,7 @@ class Glm4vProcessor(QwenVLProcessor):
         return (self.image_token,)
 
     def _timed(self, frame: str, numbers: Sequence[int], rate: float) -> str:
-        """Return the text of a video: for each group of frames in a patch, ``frame`` and the time in whole seconds."""
+        """Return the text of a video: for each group of frames that share patches, ``frame`` and the time in whole
+        seconds."""
         seconds = [int(number / rate) for number in numbers[:: self.videos.frames]]
         return "".join(f"<|begin_of_image|>{frame}<|end_of_image|>{second}" for second in seconds)

@@ -40,7 +40,8 @@ MODULES = Prefixes("model.language_model", "model.vision_tower", "model.", "lm_h
 
 
 def read_llava(config_class: type[Any], hf: Mapping[str, Any], top: tuple[str, ...]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top, and the tower's rope parameters to the top of ``vision_config``.
+    """Move the keys of ``text_config`` to the top level, and the tower's rope parameters to the top of
+    ``vision_config``.
 
     ``image_token_id`` is accepted as another name of ``image_token_index``. If ``tie_word_embeddings`` is missing at
     the top level, the value in ``text_config`` counts. If both are missing, ``tie_word_embeddings`` is false.

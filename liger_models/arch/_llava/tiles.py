@@ -29,7 +29,10 @@ class Tiles(NamedTuple):
 
 
 def best_resolution(height: int, width: int, resolutions: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Choose the canvas (height, width) that keeps the most pixels of an image and, among equals, is least empty."""
+    """Choose the canvas (height, width) that keeps the most pixels of an image.
+
+    If several canvases keep equally many pixels, choose the canvas with the smallest empty area.
+    """
     best, most, least = (0, 0), -1, 0
     for canvas_height, canvas_width in resolutions:
         scale = min(canvas_width / width, canvas_height / height)

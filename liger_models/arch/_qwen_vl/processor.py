@@ -266,7 +266,7 @@ class QwenVLImages:
 
 
 class QwenVLProcessor(Processor):
-    """Turns images, videos, and texts with placeholders for them into the inputs of ``forward`` and ``generate``.
+    """Turns images, videos and texts with placeholders into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.
@@ -481,7 +481,7 @@ class QwenVLProcessor(Processor):
         return out
 
     def _timed(self, frame: str, numbers: Sequence[int], rate: float) -> str:
-        """Return the text of a video: for each group of frames in a patch, a timestamp and ``frame``.
+        """Return the text of a video: for each group of frames that share patches, a timestamp and ``frame``.
 
         The timestamp is the mean of the times of the group's first and last frame.
         """

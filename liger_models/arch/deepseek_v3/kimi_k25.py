@@ -73,7 +73,7 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top."""
+    """Move the keys of ``text_config`` to the top level."""
     text = dict(hf.get("text_config") or {})
     text.pop("quantization_config", None)  # checked earlier
     return of_text(KimiK25Config, hf, v3.from_json(text), TOP)

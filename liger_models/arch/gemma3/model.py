@@ -61,7 +61,7 @@ IMAGE_TOKENS = ("image_token_id", "boi_token_id", "eoi_token_id")
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top, and rename ``hidden_activation`` to ``hidden_act``.
+    """Move the keys of ``text_config`` to the top level, and rename ``hidden_activation`` to ``hidden_act``.
 
     ``image_token_id``, ``boi_token_id`` and ``eoi_token_id`` are accepted as other names of ``image_token_index``,
     ``boi_token_index`` and ``eoi_token_index``.
@@ -84,8 +84,8 @@ def weight_map(config: Gemma3Config) -> WeightMap:
 def other_maps(config: Gemma3Config) -> list[WeightMap]:
     """Return the other layouts of tensor names that can be read.
 
-    In order: checkpoints that transformers 5 writes for newly created models, the names of transformers 5's modules,
-    and checkpoints of transformers 4.52 to 4.57.
+    The result has three layouts: of checkpoints that transformers 5 writes for newly created models, of transformers
+    5's modules, and of checkpoints from transformers 4.52 to 4.57.
     """
     return [
         _map(config, "language_model.model", "vision_tower", "", "language_model.lm_head.weight"),

@@ -80,7 +80,7 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top."""
+    """Move the keys of ``text_config`` to the top level."""
     return of_text(Gemma3nConfig, hf, text.from_json(hf.get("text_config") or {}), TOP)
 
 

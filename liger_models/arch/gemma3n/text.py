@@ -3,11 +3,11 @@
 Differs from Gemma 3: there are several residual streams (AltUp), and a block runs on the first of them. A low-rank
 branch (LAuReL) is added to the output of the attention, and the sum is divided by sqrt(2). In the MLPs of the first
 layers, all gates become 0 except those far above the mean of their token's gates: before its activation, a gate ``g``
-becomes ``max(0, g − m − s · Φ⁻¹(p))``, where ``m`` is the mean, ``s`` the standard deviation and ``p`` the sparsity. A
-second token embedding gives each block a second input, which is added to the other streams. Norms multiply by their
-weight, and values are normalized without a weight. Attention scores are not scaled. Every fifth layer has no window.
-The last ``num_kv_shared_layers`` layers compute no keys and values; each of them uses the keys and values of the last
-earlier layer of its type that computes keys and values.
+becomes ``max(0, g − m − s · Φ⁻¹(p))``, where ``m`` is the mean, ``s`` the standard deviation, ``p`` the sparsity and
+``Φ`` the normal distribution function. A second token embedding gives each block a second input, which is added to the
+other streams. Norms multiply by their weight, and values are normalized without a weight. Attention scores are not
+scaled. Every fifth layer has no window. The last ``num_kv_shared_layers`` layers compute no keys and values; each of
+them uses the keys and values of the last earlier layer of its type that computes keys and values.
 
 ``inputs_embeds`` must be rows of the embedding, because the second embedding needs their ids. If a caller passes
 ``inputs_embeds``, transformers leaves the second embedding out.

@@ -69,7 +69,7 @@ class Gemma4Block(nn.Module):
         self.layer_scalar = LayerScale()
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: Any) -> tuple[Tensor | None, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)`` and tensors for `carry`."""
+        """Map ``residual + x`` [B, T, C] to the next block's ``(x, residual)``, and return tensors for `carry`."""
         # Attention. ``x`` is the branch's output, which the next norm adds to the stream.
         attended: Any = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         x, residual, *carried = attended  # keys and values, unless another layer computed them

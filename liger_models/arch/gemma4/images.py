@@ -199,7 +199,7 @@ TOP = (
 
 
 def from_json(config_class: type[Any], hf: Mapping[str, Any], vision: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top, and set ``vision_config`` to ``vision``.
+    """Move the keys of ``text_config`` to the top level, and set ``vision_config`` to ``vision``.
 
     Raises:
         ValueError: a rope type is not supported, layers of the same type have different sizes, or ``vision_config`` is

@@ -135,7 +135,7 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top.
+    """Move the keys of ``text_config`` to the top level.
 
     Raises:
         ValueError: a rope type is not supported, layers of the same type have different sizes, or ``model_patch_size``

@@ -69,7 +69,7 @@ def weight_map(
 
 
 def other_maps(config: Glm4vMoeConfig) -> list[WeightMap]:
-    """Two weight maps: one tensor for all experts of a layer, and names with the older prefixes of Qwen2-VL."""
+    """Two weight maps: for files with one tensor for all experts of a layer, and for the older prefixes of Qwen2-VL."""
     return [weight_map(config, fused=True), weight_map(config, prefix="model", visual="visual")]
 
 

@@ -144,7 +144,7 @@ TOP = ("image_token_id", "scale_factor", "vision_config", "tie_word_embeddings")
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top.
+    """Move the keys of ``text_config`` to the top level.
 
     Raises:
         ValueError: the language model is not Llama.

@@ -122,7 +122,7 @@ class Idefics3Images(ImageConverter):
 
 
 class Idefics3Processor(ImageProcessor):
-    """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
+    """Turns images and texts with placeholders into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.

@@ -43,7 +43,7 @@ UNREAD = {"qwen2": (*MOE, "attention_bias"), "qwen3": MOE, "qwen3_moe": WINDOWS}
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top, and add the defaults for its ``model_type``.
+    """Move the keys of ``text_config`` to the top level, and add the defaults for its ``model_type``.
 
     The field ``text_type`` holds this ``model_type``.
     """

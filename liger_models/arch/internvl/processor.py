@@ -85,7 +85,7 @@ class InternVLImages(ImageConverter):
 
 
 class InternVLProcessor(ImageProcessor):
-    """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
+    """Turns images and texts with placeholders into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.

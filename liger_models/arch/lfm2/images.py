@@ -160,7 +160,7 @@ TOP = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top.
+    """Move the keys of ``text_config`` to the top level.
 
     Raises:
         ValueError: the language model is not LFM2.

@@ -58,7 +58,7 @@ IMAGE_TOKENS = ("image_token_id", "boi_token_id", "eoi_token_id")
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top, and read the base of the tower's rotation.
+    """Move the keys of ``text_config`` to the top level, and read the base of the tower's rotation.
 
     ``image_token_id``, ``boi_token_id`` and ``eoi_token_id`` are accepted as other names of ``image_token_index``,
     ``boi_token_index`` and ``eoi_token_index``.

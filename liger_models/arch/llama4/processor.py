@@ -125,7 +125,7 @@ class Llama4Images(ImageConverter):
 
 
 class Llama4Processor(ImageProcessor):
-    """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
+    """Turns images and texts with placeholders into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.

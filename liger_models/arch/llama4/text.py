@@ -188,7 +188,7 @@ class Llama4Block(nn.Module):
             self.feed_forward = GatedMLP(config.hidden_size, config.intermediate_size_mlp, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``, and any router logits."""
+        """Map ``residual + x`` [B, T, C] to the next block's ``(x, residual)``, and return any router logits."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.feed_forward.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
@@ -219,7 +219,7 @@ IGNORED_KEYS = (
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Convert ``attn_temperature_tuning``, which may be a number, to a bool, and an empty ``no_rope_layers`` to None.
 
-    If ``moe_layers`` is empty, the sizes of the mixtures have no effect, and sizes of 0 are ignored.
+    If ``moe_layers`` is empty, the sizes of the mixtures of experts have no effect, and sizes of 0 are ignored.
     """
     if hf.get("moe_layers") == []:
         hf = {key: value for key, value in hf.items() if value != 0 or key not in OF_MIXTURES}

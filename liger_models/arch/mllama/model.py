@@ -91,7 +91,7 @@ class MllamaCrossBlock(Layer):
         nn.init.zeros_(self.mlp_gate)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: CrossLayout) -> tuple[Tensor | None, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next block's ``(x, residual)``."""
         # Without images the block does nothing, and the next block adds x to the residual stream.
         images = layout.images
         if images is None:

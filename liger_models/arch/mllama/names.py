@@ -20,7 +20,7 @@ TOP = ("image_token_index", "vision_config")
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top, and rename ``dropout`` to ``attention_dropout``.
+    """Move the keys of ``text_config`` to the top level, and rename ``dropout`` to ``attention_dropout``.
 
     ``image_token_id`` is accepted as another name of ``image_token_index``.
     """

@@ -111,7 +111,7 @@ class MllamaImages:
 
 
 class MllamaProcessor(Processor):
-    """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
+    """Turns images and texts with placeholders into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.

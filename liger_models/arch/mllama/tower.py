@@ -38,7 +38,7 @@ class MllamaGlobalBlock(VisionBlock):
         nn.init.normal_(self.gate_ffn, std=self.std)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [n, N, C]; return the next ``(x, residual)``."""
+        """Run the block on ``residual + x`` [n, N, C]; return the next block's ``(x, residual)``."""
         # Each gate scales the result of a branch before it joins the residual stream.
         y, residual = self.attn.add_norm(self.norm1, x, residual, layout)
         y, residual = self.mlp.add_norm(self.norm2, y * local(self.gate_attn).tanh(), residual)

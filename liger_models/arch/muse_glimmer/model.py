@@ -115,7 +115,7 @@ class MuseGlimmerEmbedding(LigerEmbedding):
 
     Args:
         config: sizes and constants.
-        kernel: False for plain torch.
+        kernel: False runs plain PyTorch instead of a kernel.
     """
 
     is_lookup = False
@@ -195,7 +195,7 @@ TOP = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top, rename ``hidden_activation``, and read the tower's rope parameters.
+    """Move the keys of ``text_config`` to the top level, rename ``hidden_activation``, and read the tower's rope keys.
 
     Raises:
         ValueError: the tower's rope parameters are not supported.

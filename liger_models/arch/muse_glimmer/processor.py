@@ -46,7 +46,7 @@ LIMITS = {"image": ("max_image_tokens", 4096), "video": ("max_video_frame_tokens
 
 
 def token_grid(height: int, width: int, side: int, most: int) -> tuple[int, int]:
-    """Return the numbers of rows and columns of image tokens; their ratio is closest to the image's aspect ratio.
+    """Choose numbers of rows and columns of image tokens whose ratio is closest to the image's aspect ratio.
 
     Args:
         height, width: size of the image in pixels.
@@ -145,7 +145,7 @@ class MuseGlimmerImages:
 
 
 class MuseGlimmerProcessor(Processor):
-    """Turns images, videos, and texts with placeholders for them into the inputs of ``forward`` and ``generate``.
+    """Turns images, videos and texts with placeholders into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.

@@ -110,7 +110,7 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top, and add the defaults of the language model.
+    """Move the keys of ``text_config`` to the top level, and add the defaults of the language model.
 
     ``image_token_id`` is accepted as another name of ``image_token_index``.
 

@@ -56,7 +56,7 @@ class PaliGemmaBlock(nn.Module):
         self.post_feedforward_layernorm = norm(C) if config.has_four_norms else None
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next ``(x, residual)``."""
+        """Run the block on ``residual + x`` [B, T, C]; return the next block's ``(x, residual)``."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
             return self.mlp.add_norm(self.post_attention_layernorm, x, residual)

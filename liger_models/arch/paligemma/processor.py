@@ -59,7 +59,7 @@ class PaliGemmaImages(ImageConverter):
 
 
 class PaliGemmaProcessor(LlavaProcessor):
-    """Turns images, and texts with placeholders for them, into the inputs of ``forward`` and ``generate``.
+    """Turns images and texts with placeholders into the inputs of ``forward`` and ``generate``.
 
     Args: as for `LlavaProcessor`.
     """
