@@ -1,4 +1,4 @@
-"""How checkpoints store quantized weights: which tensors each format has in a file, and how these form a frozen weight.
+"""How checkpoints store quantized weights: which tensors a format has in a file, and how they form a frozen weight.
 
 `recognize` uses the ``quantization_config`` in config.json to find the tensors that form one quantized weight, and
 joins them into one `StoredTensor`, which has the shape of the dense weight and an `Encoding`. The encoding reads rows

@@ -26,8 +26,8 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stal
     """Write either all of the new files to a folder or none of them. Other files in the folder are kept.
 
     The files are first written to the folder ``.<name>.saving`` next to the target. A lock makes a second writer
-    wait. If a writer is killed, the next writer removes the files it left behind. When all files are written, the new
-    folder is renamed to the target or, if the target exists, exchanged with it in one step.
+    wait. If a writer is killed, the next writer removes the files that were left behind. When all files are written,
+    the new folder is renamed to the target or, if the target exists, exchanged with it in one step.
 
     Some folders can't be exchanged: the working directory, mount points, folders with subfolders, folders of another
     owner, and folders on a file system that does not support exchanging. Files in such a folder are replaced one by

@@ -384,7 +384,7 @@ def _common_encoding(expression: Expression, stored: Mapping[str, StoredTensor])
 def _fill_codes(
     parameter: Tensor, frozen: FrozenParameters, expression: Expression, stored: Mapping[str, StoredTensor]
 ) -> None:
-    """Read this rank's shards of the codes, and of all other tensors, of a weight that is kept quantized.
+    """For a weight that is kept quantized, read this rank's shards of the codes and of all other tensors.
 
     Args:
         parameter: the codes.

@@ -209,7 +209,10 @@ def moves_rows(expression: Expression, weight: Tensor) -> bool:
 
 
 def keeps_rows(expression: Expression) -> bool:
-    """Return whether row ``i`` of a parameter has the elements in row ``i`` of its checkpoint tensors, in any order."""
+    """Return whether every row ``i`` of a parameter consists of the elements in row ``i`` of its checkpoint tensors.
+
+    The elements may be in any order.
+    """
     if expression.by_rows:
         return True
     if not isinstance(expression, Rearrange) or not isinstance(expression.child, Name):

@@ -479,7 +479,7 @@ class _Names:
         self.read: set[str] = set()
 
     def accept(self, name: str, tensor: Tensor) -> WeightMap:
-        """Return the map of a layout with a tensor of this name and shape. Raises ValueError if no layout has one."""
+        """Return the map of a layout with a tensor of this name and shape. Raises ValueError if there is none."""
         where = "load_hf_tensors"
         if not isinstance(tensor, Tensor) or is_sharded(tensor) or tensor.dtype not in FLOATS.values():
             raise ValueError(

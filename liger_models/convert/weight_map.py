@@ -83,7 +83,8 @@ class Rearrange(Expression):
         pattern: the pattern from the checkpoint's layout to ours. It must be invertible, so it must not drop or repeat
             an axis.
         child: the expression to rearrange.
-        sizes: lengths of the axes whose lengths einops can't infer both when packing and when unpacking.
+        sizes: lengths of axes. An axis must be included if einops can't infer its length when packing or when
+            unpacking.
     """
 
     def __init__(self, pattern: str, child: Expression | str, **sizes: int) -> None:
@@ -397,7 +398,7 @@ def fused_gate_up_rows(gate_up: str) -> Expression:
 
 
 def expert_rows(gate: str, up: str, down: str, experts: int) -> tuple[Expression, Expression]:
-    """Return two stacked weights of a layer's experts: (fused gate and up, down). ``{x}`` in names is the expert."""
+    """Return two stacked weights of a layer's experts: fused gate and up, and down. ``{x}`` in names is the expert."""
     numbers = [str(x) for x in range(experts)]
     gate_up = Stack([gate_up_rows(gate.replace("{x}", x), up.replace("{x}", x)) for x in numbers], dim=0)
     return gate_up, Stack([down.replace("{x}", x) for x in numbers], dim=0)
