@@ -9,7 +9,7 @@ Triton's compiler releases Python's global lock.
 If the step cannot run on tensors without values, Triton compiles each kernel at its first launch. The results are the
 same.
 
-`compile_early` does the same before the model has weights, for a caller who knows the shape of the batches.
+`compile_early` starts the compilation before the model has weights, for a caller who knows the shape of the batches.
 
 Triton keeps compiled kernels on the disk. When all kernels of a model are compiled, a marker file for the model's
 settings is created beside the kernels. Later processes find this file and do not record the step again.

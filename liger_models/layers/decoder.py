@@ -466,7 +466,7 @@ class Decoder(nn.Module):
         }
 
     def print_trainable_parameters(self) -> None:
-        """Print the number of trainable parameters and of all parameters."""
+        """Print the number of trainable parameters and the total number of parameters."""
         trainable, total = self.num_parameters(only_trainable=True), self.num_parameters()
         print(f"{trainable:,} of {total:,} parameters are trainable ({trainable / total:.3%})")
 

@@ -14,7 +14,7 @@ from liger_models.layers.linear import is_sharded, local
 
 
 class LigerEmbedding(nn.Embedding, Layer):
-    """`nn.Embedding` whose errors show the invalid token id if the ids are on the CPU.
+    """An `nn.Embedding` whose error messages contain the invalid token id if the ids are on the CPU.
 
     Args:
         num_embeddings, embedding_dim: V and C.
@@ -42,7 +42,8 @@ class LigerEmbedding(nn.Embedding, Layer):
         """This rank's shard of the vocabulary; None if it is not sharded."""
 
     def reset_parameters(self) -> None:
-        """Draw the weight from a normal distribution, except on the meta device, where this would import a compiler."""
+        """Draw the weight from a normal distribution, except on the meta device, where drawing would import a
+        compiler."""
         if not self.weight.is_meta:
             super().reset_parameters()
 

@@ -1,4 +1,4 @@
-"""The base class of layers. Generic code calls its methods instead of testing the classes of layers."""
+"""The base class of layers. Generic code calls the methods of this class instead of checking a layer's class."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -207,7 +207,7 @@ class Layer(nn.Module):
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
-    """Return the same as ``list(module.modules())``, but much faster: decoding needs the list for every prompt."""
+    """Return the same as ``list(module.modules())``, but much faster. Decoding needs this list for every prompt."""
     found: dict[nn.Module, None] = {}
 
     def add(current: nn.Module) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(weight: Any) -> bool:
-    """Whether a weight is a DTensor, whose local shard `local` returns."""
+    """Whether a weight is a DTensor. If so, `local` returns its local shard."""
     if type(weight) in (nn.Parameter, Tensor):
         return False
     from torch.distributed.tensor import DTensor  # slow to import, and not in every build of PyTorch
@@ -98,7 +98,7 @@ class PartialLinear(nn.Linear, Layer):
             group: the process group of the collectives; None for no communication.
 
         Raises:
-            ValueError: ``linear`` wraps or replaces a linear layer in another way, or has hooks.
+            ValueError: ``linear`` is any other module that wraps or replaces a linear layer, or it has hooks.
         """
         # A layer with adapters or a frozen weight keeps them: its class lists the parallel class to convert to.
         kinds: dict[type, Any] = {cls: cls} if type(linear) is nn.Linear else getattr(linear, "parallel_kinds", {})

@@ -151,7 +151,8 @@ class LigerRMSNorm(Layer):
 
 
 def zero_centered_norm(config: RMSNormDecoderConfig, kernels: KernelOptions) -> partial[LigerRMSNorm]:
-    """Return a function from a width to an RMSNorm that multiplies by 1 + weight in fp32 (Gemma, Qwen3-Next)."""
+    """Return a function that takes a width and returns an RMSNorm. The norm multiplies by 1 + weight in fp32, as in
+    Gemma."""
     return partial(
         LigerRMSNorm, eps=config.rms_norm_eps, offset=1.0, casting_mode="gemma", init_fn="zeros",
         kernel=kernels.rms_norm,
@@ -159,7 +160,8 @@ def zero_centered_norm(config: RMSNormDecoderConfig, kernels: KernelOptions) -> 
 
 
 def fp32_norm(config: RMSNormDecoderConfig, kernels: KernelOptions) -> partial[LigerRMSNorm]:
-    """Return a function from a width to an RMSNorm that multiplies by its weight in fp32 (OLMo, Gemma 4, GPT-OSS)."""
+    """Return a function that takes a width and returns an RMSNorm. The norm multiplies by its weight in fp32, as in
+    OLMo."""
     return partial(LigerRMSNorm, eps=config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm)
 
 

@@ -237,7 +237,8 @@ def resample_positions(weight: Tensor, patches: Patches) -> Tensor:
 
 
 def _averaging_weights(index: Tensor, length: Tensor, side: int, dtype: torch.dtype) -> Tensor:
-    """Return the weights of the ``side`` old points, [N, side], for each position on a line resampled to ``length``."""
+    """Return the weights of ``side`` points, [N, side], for each of N positions on a line resampled to ``length``
+    points."""
     scale = side / length.clamp_min(1).to(dtype)
     center = (index.to(dtype) + 0.5) * scale
     points = torch.arange(side, device=index.device, dtype=dtype) + 0.5
