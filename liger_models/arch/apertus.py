@@ -87,7 +87,8 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """If the rotation is not scaled, write this explicitly; transformers scales it if rope parameters are missing."""
+    """If the rotation is not scaled, write this explicitly, because transformers scales it if there are no rope
+    parameters."""
     return dict(keys) | {"rope_scaling": keys["rope_scaling"] or {"rope_type": "default"}}
 
 

@@ -72,7 +72,7 @@ def get_arch(model_type: str) -> type[CausalLM]:
 
 
 def load_by_name(name: str, **options: Any) -> CausalLM:
-    """Load a model from a local folder if ``name`` is one, and otherwise from the hub.
+    """Load a model from a local folder if ``name`` is the path of a folder, and otherwise from the hub.
 
     Args:
         name: path of a folder, or name of a repository on the hub, with or without its owner.

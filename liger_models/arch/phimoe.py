@@ -49,7 +49,7 @@ class PhimoeConfig(DecoderConfig):
     ``intermediate_size`` is the width of one expert, and ``rms_norm_eps`` is the epsilon of the LayerNorms.
 
     Raises:
-        ValueError: the rotation has a scaling other than LongRoPE with both factors of cos and sin, or the number of
+        ValueError: a rope scaling is not LongRoPE, or lacks ``short_mscale`` or ``long_mscale``; or the number of
             experts per token is not two.
     """
 

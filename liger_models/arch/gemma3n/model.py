@@ -1,4 +1,4 @@
-"""The language model of a Gemma 3n (E2B, E4B) with images and audio: model_type ``gemma3n``.
+"""The language model of Gemma 3n (E2B, E4B), from checkpoints with images and audio: model_type ``gemma3n``.
 
 The language model is ``gemma3n_text``. The towers of images and audio are not implemented: their tensors are kept in
 host memory and saved unchanged, and the model refuses images, audio, and the tokens that stand for images or audio.
@@ -22,11 +22,11 @@ from liger_models.layers.decoder import CausalLMOutput
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3nConfig(text.Gemma3nTextConfig):
-    """Sizes and constants of the language model of a Gemma 3n."""
+    """Sizes and constants of the language model of Gemma 3n."""
 
 
 class LigerGemma3n(text.Gemma3nDecoder):
-    """The language model of a Gemma 3n with its head."""
+    """The language model of Gemma 3n with its head."""
 
     config_class = Gemma3nConfig
 

@@ -1,7 +1,7 @@
 """Hunyuan 0.5B, 1.8B, 4B, 7B and Hunyuan-MT: model_type ``hunyuan_v1_dense``.
 
-Differs from Llama: each head of q and k is normalized by an RMSNorm after the rotation; if rope scaling has type
-"dynamic" and a key ``alpha``, the base of the frequencies is raised by a fixed factor that does not depend on the
+Differs from Llama: each head of q and k is normalized by an RMSNorm after the rotation. If rope scaling has type
+"dynamic" and a key ``alpha``, the base of the frequencies is multiplied by a fixed factor that does not depend on the
 length of the sequence.
 
 Source: https://github.com/Tencent-Hunyuan/Hunyuan-7B, transformers ``models/hunyuan_v1_dense``.

@@ -36,7 +36,7 @@ BETWEEN_COLUMNS, AFTER_ROW = "<|tile_x_separator|>", "<|tile_y_separator|>"
 def canvases(most: int) -> list[tuple[int, int]]:
     """Return the numbers of rows and columns of all arrangements of at most ``most`` tiles.
 
-    Arrangements of equal proportions follow each other, from the largest to the smallest.
+    Arrangements with the same aspect ratio are adjacent, ordered from the largest to the smallest.
     """
     by_ratio: dict[float, list[tuple[int, int]]] = {}
     for tiles in range(most, 0, -1):

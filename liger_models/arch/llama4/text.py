@@ -1,8 +1,8 @@
 """Llama 4 text models: model_type ``llama4_text``.
 
 Differs from Llama: in three of four layers, a token attends only to tokens of its own chunk of the document. A chunk
-has ``attention_chunk_size`` tokens. These layers rotate neighboring pairs of q and k, and normalize each head of q and
-k without a weight after the rotation if ``use_qk_norm`` is set. Every fourth layer attends to all earlier tokens and
+has ``attention_chunk_size`` tokens. These layers rotate pairs of neighboring entries of q and k. If ``use_qk_norm`` is
+set, they then normalize each head of q and k, without a weight. Every fourth layer attends to all earlier tokens and
 does not rotate q and k. If ``attn_temperature_tuning`` is set, such a layer multiplies the query at position ``p`` by
 ``1 + attn_scale · ln(1 + floor((p + 1) / floor_scale))``. ``no_rope_layers`` has an entry per layer; despite its name,
 1 means rotation. An empty list means the default, as in released files.

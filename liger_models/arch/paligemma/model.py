@@ -6,9 +6,9 @@ the question. The tokens of the prefix attend to each other in both directions, 
 tokens of the answer attend to all tokens before them, as in every decoder.
 
 ``token_type_ids`` are 0 in the prefix and 1 after it. Without ``token_type_ids``, transformers lets all tokens of a row
-attend to each other, even to their own labels, if the batch has no padding and attention is "sdpa". In this package,
-the prefix then ends before the first label of a document. Without labels, the forward is causal, and the prompts of
-``generate`` are prefixes.
+attend to each other, even to their own labels, if the batch has no padding and attention is "sdpa". In this package, if
+``token_type_ids`` are missing, the prefix of a document ends before its first label. Without labels, the forward is
+causal, and the prompts of ``generate`` are prefixes.
 
 Positions start at 1 in transformers and at 0 in this package. Attention depends only on differences between positions.
 
