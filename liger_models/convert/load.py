@@ -89,9 +89,9 @@ def load_pretrained(
             the checkpoint. These weights are frozen, take 4 or 8 bits per element plus the scales, and are
             dequantized during matrix products.
         head: whether the model has a language-model head. Embedding models need none. With False, the head is tied to
-            the embedding, and the checkpoint may have any head or none. The model is then saved without a head, and
-            tensor names lack the prefix ``model.``, as in Qwen3-Embedding. None means False if the checkpoint has no
-            head and config.json does not tie the head to the embedding, and True otherwise.
+            the embedding, whether or not the checkpoint has a head. The model is then saved without a head, and tensor
+            names lack the prefix ``model.``, as in Qwen3-Embedding. None means False if the checkpoint has no head and
+            config.json does not tie the head to the embedding, and True otherwise.
         hf_config: content of a config.json to use instead of the file in the folder.
 
     Returns:
@@ -492,9 +492,9 @@ def declared_dtype(hf_config: Mapping[str, Any]) -> torch.dtype | None:
 def pick_map(maps: Sequence[WeightMap], stored: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> WeightMap:
     """Choose the layout that matches the names of the tensors in a checkpoint best.
 
-    The best layout is the layout with the most parameters that the checkpoint contains. A parameter counts as the
-    fraction of its tensors that exist. Among layouts with the same names, the layout with the most matching shapes is
-    chosen.
+    The best layout is the layout with the most parameters that the checkpoint contains. If only some of a parameter's
+    tensors exist, the parameter counts as the fraction that exists. Among layouts with the same names, the layout with
+    the most matching shapes is chosen.
 
     Args:
         maps: the weight map of each layout.

@@ -300,11 +300,10 @@ def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
         shape: shape of the parameter, [N, K] or, for a stack of experts, [X, N, K].
 
     Returns:
-        A list of tensors [k, n] int64, one for each number of rows ``n`` that matrices have. Row ``i`` of the tensor
-        holds the row numbers of matrix ``i`` among the ``k`` matrices with ``n`` rows. Rows are numbered over the
-        flattened leading dimensions of the parameter. Each row is in exactly one matrix. If the matrices do not
-        consist of whole rows of the parameter, the parameter is treated as one matrix or, for a stack of experts, as
-        X matrices.
+        A list of tensors [k, n] int64. Each tensor covers the ``k`` matrices that have ``n`` rows, and row ``i`` of the
+        tensor holds the row numbers of matrix ``i`` among these matrices. Rows are numbered over the flattened leading
+        dimensions of the parameter. Each row is in exactly one matrix. If the matrices do not consist of whole rows of
+        the parameter, the parameter is treated as one matrix or, for a stack of experts, as X matrices.
     """
     numbers = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], 1)
     if len(shape) == 3:
