@@ -118,7 +118,7 @@ class GridImageModel(VisionLanguageModel):
         inputs_embeds: Tensor | None = None,
         cache: DecodeCache | None = None,
     ) -> tuple[Tensor, BatchLayout]:
-        """Return the arguments of `run`: embeddings, in which image tokens replace placeholders, and the layout.
+        """Return the arguments of `run`: the embeddings with image tokens in place of placeholders, and the layout.
 
         Args: as in `forward`.
         """
@@ -202,7 +202,7 @@ class GridImageModel(VisionLanguageModel):
         *,
         skip: bool,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the embeddings, in which image tokens replace the placeholders, and the DeepStack features.
+        """Return the embeddings with image tokens in place of placeholders, and the DeepStack features.
 
         All results are [B, T, C], and DeepStack features are 0 for text tokens. The tower runs once for images and
         videos together. If there are no images or videos, a sharded tower runs on zeros, because all ranks must gather

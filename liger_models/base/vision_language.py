@@ -90,7 +90,8 @@ class VisionLanguageModel(CausalLM):
 
 
 class _Insert(torch.autograd.Function):
-    """See `insert_tokens`. The backward of ``masked_scatter`` would wait for the device to count the placeholders."""
+    """See `insert_tokens`. This replaces ``masked_scatter``, whose backward would wait until the placeholders are
+    counted."""
 
     @staticmethod
     def forward(ctx: Any, embeds: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
@@ -131,7 +132,7 @@ def check_input_ids(input_ids: Tensor) -> None:
 
 
 def placeholder_ids(config: Any) -> list[int]:
-    """Return the ids of the tokens that stand for images, videos and audio in the config of any model, in this order.
+    """For any model's config, return the ids of the tokens that stand for images, videos and audio, in this order.
 
     The ids may be beyond the vocabulary of the head.
     """
