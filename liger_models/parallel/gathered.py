@@ -16,7 +16,7 @@ Model = TypeVar("Model", bound=Decoder)
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
-    """Return the modules whose parameters FSDP shards as one group each."""
+    """Return the modules that FSDP shards. The parameters of each module form one group."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, but already imported if a model is sharded
     return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 

@@ -1,4 +1,4 @@
-"""Functions that find the dimension of a device mesh that belongs to each kind of parallelism."""
+"""Functions that find the dimension of a device mesh for each kind of parallelism."""
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh

@@ -69,7 +69,7 @@ def _concatenate(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tenso
     layer with many experts, it takes four times as long.
 
     Args:
-        tensors: tensors. Each is split along its first dimension and padded to ``num_chunks`` equal chunks.
+        tensors: each tensor is split along its first dimension and padded to ``num_chunks`` equal chunks.
         dim: always 0 when FSDP2 calls this function.
         num_chunks: number of ranks.
         out: [ranks, size].

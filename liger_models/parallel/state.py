@@ -95,8 +95,8 @@ def save_state(
 
     Returns:
         A future, which is already done unless ``background`` is set. With ``background``, call ``result()`` of the
-        future before the next save and at the end of the run. It waits for the save, and raises an error if the save
-        has failed.
+        future before the next save and at the end of the run. ``result()`` waits for the save, and raises an error if
+        the save has failed.
 
     Raises:
         ValueError: ``keep`` is below 1, or the previous save is not finished.
