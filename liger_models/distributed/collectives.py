@@ -353,7 +353,7 @@ def gather_channels(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_vocab(x: Tensor, group: Group, V: int) -> Tensor:
-    """All-gather vocabulary shards, whose sizes are those that ``torch.chunk`` returns, into [..., V].
+    """All-gather vocabulary shards into [..., V]. The shards have the sizes of the chunks that ``torch.chunk`` returns.
 
     All ranks must use the result in the same way. The backward therefore does not sum the gradients over the ranks.
     """
