@@ -35,7 +35,7 @@ class MemoryPlan:
         offload_layers: number of blocks whose activations are offloaded; see `Decoder.set_checkpointing`.
         host_moments: indices of the blocks whose moments are kept in host memory.
         in_backward: whether the optimizer steps during the backward.
-        parts: dict from the name of each part of the estimated peak to its bytes.
+        parts: maps the name of each part of the estimated peak to the part's bytes.
         budget: number of bytes of device memory that the step may take.
         time: expected time of a step, divided by the time that the fastest step would take if memory were unlimited.
     """

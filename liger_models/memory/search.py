@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
     Attributes:
         offload: number of offloaded blocks.
-        ceiling: upper bound for `TrainingMemory.excess` of each block, the excess bytes that its backward recomputes.
+        ceiling: upper bound for the `TrainingMemory.excess` of every block.
         largest: upper bound for the bytes of an offloaded tensor.
     """
 
@@ -153,7 +153,7 @@ class Search:
 
         H is the number of possible values for the number of blocks whose moments are kept in host memory. Tables [H, A]
         have a cell for each of these values and each sum over offloaded blocks. For each cell, bisection finds the
-        fastest sum over the blocks that stay on the device for which the peak fits.
+        fastest row of ``stay`` for which the peak fits.
 
         Args:
             case: the case.

@@ -132,7 +132,7 @@ def _operations(module: nn.Module, tokens: int, length: int) -> tuple[float, flo
 
 
 def _shares(module: nn.Module, policy: str, share: float) -> Iterator[tuple[nn.Module, float]]:
-    """Yield each module of a block, and the fraction of the module's operations that the backward repeats.
+    """Yield pairs: a module of a block, and the fraction of the module's operations that the backward repeats.
 
     ``share`` is the fraction for modules that do not define ``recomputed_share``.
     """
