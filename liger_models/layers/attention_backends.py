@@ -43,11 +43,11 @@ LEAST_CALL = 1024
 segments."""
 
 MOST_SCORES = 2**28
-"""Maximum size of the scores, in bytes, up to which attention in fp32 is unfused. Up to this size, unfused attention
-is used within segments and for query heads that share keys and values. It is PyTorch's most accurate implementation:
-query gradients from the fused kernel have five times the error. (On GPUs, only flash attention and cuDNN support
-shared keys and values, and both need half precision.) Above this size, shared keys and values are repeated for each
-head, and a fused kernel runs.
+"""Maximum number of bytes that the scores of unfused attention in fp32 may take. Unfused attention is used within
+segments and for query heads that share keys and values. It is PyTorch's most accurate implementation: query gradients
+from the fused kernel have five times the error. (On GPUs, only flash attention and cuDNN support shared keys and
+values, and both need half precision.) If the scores take more bytes, shared keys and values are repeated for each head,
+and a fused kernel runs.
 """
 
 MOST_QUERIES, MOST_RECOMPUTED = 2**31, 2**29

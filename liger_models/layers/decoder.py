@@ -190,7 +190,7 @@ class Decoder(nn.Module):
         self._chunks: set[int] = set()
         """Chunk sizes of the attention layers."""
         self._needs_flash: set[int | None] = set()
-        """Windows of the attention layers that need a mask unless they run in half precision."""
+        """Windows of the attention layers that need a mask in dtypes other than half precision."""
         # Parts of the loaded checkpoint that are saved with the next checkpoint.
         self.hf_config: dict[str, Any] = {}
         """The content of the loaded config.json. Keys that the model does not read are saved again."""
