@@ -116,7 +116,8 @@ class PixtralTower(nn.Module):
         blocks = [VisionBlock(C, heads, norm, mlp(), kernels, bias=False) for _ in range(config.num_hidden_layers)]
         self.blocks = nn.ModuleList(blocks[:layers])
         self.unread = nn.ModuleList(blocks[layers:]).requires_grad_(False)
-        """Blocks after the one whose output the language model reads. They do not run, but checkpoints have them."""
+        """The blocks after the block whose output the language model reads. They do not run, but checkpoints have
+        them."""
         self.rotary = PixtralRotaryEmbedding(C // heads, config.rope_theta)
 
     def run_blocks(self, pixels: Tensor, sizes: Tensor) -> tuple[Tensor | None, Tensor]:

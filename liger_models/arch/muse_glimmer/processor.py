@@ -42,7 +42,8 @@ AROUND = ("<|image_start|>", "<|image_end|>", "<|vid_start|>", "<|vid_frame_sepa
 """The tokens around an image, and the tokens before, between and after the frames of a video."""
 
 LIMITS = {"image": ("max_image_tokens", 4096), "video": ("max_video_frame_tokens", 144)}
-"""Maps each kind of input to the name and the default of the setting that limits its tokens (per video frame)."""
+"""Maps each kind of input to a setting's name and default. The setting limits the tokens of an image or a video
+frame."""
 
 
 def token_grid(height: int, width: int, side: int, most: int) -> tuple[int, int]:
