@@ -84,7 +84,7 @@ PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool], str] = {
     (("ByteLevel",), False): "gpt-2",
     (("Digits", "ByteLevel"), False): "smollm",
 }
-"""Maps (steps that split a text, whether words in the vocabulary ignore the merges) to llama.cpp's pre-tokenizers."""
+"""Maps pairs (steps that split a text, whether words in the vocabulary ignore merges) to llama.cpp's pre-tokenizers."""
 
 PROBE = (
     "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶\u200d🌫️ (multiple emojis concatenated) ✅ 🦙🦙 "
