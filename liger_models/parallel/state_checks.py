@@ -157,8 +157,8 @@ def check_optimizer(checkpoint: Path, state: Mapping[str, Mapping[str, Any]], me
 
     Args:
         checkpoint: folder of the checkpoint.
-        state: maps the name of each parameter with an optimizer state to this state, into which the saved state will
-            be loaded.
+        state: maps the name of each parameter that has an optimizer state to this state. The saved state will be loaded
+            into it.
         metadata: metadata of the checkpoint.
     """
     # Maps the name of a parameter to the names of the values in its state.
