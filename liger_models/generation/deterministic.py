@@ -20,11 +20,11 @@ from liger_models.layers.recompute import is_compiled
 def deterministic_forward(model: Decoder) -> Iterator[None]:
     """Context manager that makes each row's result bitwise identical to the result of a forward of this row alone.
 
-    If weights, dtype, device and software versions are the same, the log-probabilities of a forward with labels are
-    bitwise identical to the log-probabilities from ``rollout(..., deterministic=True)``. This holds for
-    ``return_log_probs=True``, for the losses of `losses.grpo`, and for `fused_linear_logprobs` without the entropy.
-    It also holds for packed, padded, chunked and continuous batches. The backward may run outside of the context. It
-    always uses the ordinary kernels, whose results depend on the batch.
+    If weights, dtype, device and software versions are the same, the log-probabilities of a forward in this context
+    are bitwise identical to the log-probabilities from ``rollout(..., deterministic=True)``. This holds for forwards
+    with ``return_log_probs=True``, for the losses of `losses.grpo`, and for `fused_linear_logprobs` without the
+    entropy. Packed, padded, chunked and continuous batches make no difference. The backward may run outside of the
+    context. It always uses the ordinary kernels, whose results depend on the batch.
 
     Args:
         model: the model that runs in the context. It may have unmerged adapters, and may be sharded by FSDP.
@@ -42,7 +42,7 @@ def deterministic_forward(model: Decoder) -> Iterator[None]:
 
 
 def refusal(model: Decoder) -> str | None:
-    """Return the reason why `deterministic_forward` does not support this model; None if it does."""
+    """Return the reason why `deterministic_forward` does not support this model; None if the model is supported."""
     name, groups, device = type(model).__name__, model.groups, model.device.type
 
     # Check properties of the whole model.

@@ -54,7 +54,7 @@ class DraftBlock(Protocol):
         """Return the head's input [B, T, C] for predicting the token two positions after each token.
 
         Args:
-            hidden: [B, T, C], the inputs of the head. From the input at each token, the model chose the next token.
+            hidden: [B, T, C], the inputs of the head, from which the model chose each token's next token.
             ahead: [B, T, C], for each token, the embedding of the next token.
             layout: layout of the batch, with a cache to which the block appends.
         """
@@ -84,7 +84,7 @@ class Round(NamedTuple):
 
 
 class DraftRound:
-    """A round for all rows of a `PagePool`. Like a `DecodeStep`, it is captured on its second call.
+    """A round for all rows of a `PagePool`. Like a `DecodeStep`, it is captured as a CUDA graph on its second call.
 
     Args:
         model_state: the result of `state_of` for the model.
@@ -264,7 +264,7 @@ class DraftRound:
 
 @torch.no_grad()
 def with_layers_of(block: DraftBlock, cache: DecodeCache, prompt: Any) -> DecodeCache:
-    """Return a cache of the first token of ``prompt`` that has the layers of ``cache`` and the layers of the block."""
+    """Return a cache with the layers of ``cache`` and of the block, which holds the first token of ``prompt``."""
     model, joined = block.model, DecodeCache(1)
     embeds, layout = model.prepare(torch.tensor([prompt[:1]], device=model.device), cache=joined)
     block.predict(embeds, embeds, layout)
@@ -274,7 +274,7 @@ def with_layers_of(block: DraftBlock, cache: DecodeCache, prompt: Any) -> Decode
 
 
 def draft_refusal(model: Decoder, block: Any) -> str | None:
-    """Return the reason why a block can't draft for a model; None if it can."""
+    """Return the reason why a block can't draft for a model; None if the block can draft."""
     if is_draft_block(block):
         return None
     return f"draft_model must be LigerMTP around this {type(model).__name__}, got {type(block).__name__}"

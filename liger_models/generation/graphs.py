@@ -395,9 +395,9 @@ def release_steps(model: Decoder) -> None:
 def can_capture(model: Decoder, state: ModelState | None = None) -> bool:
     """Return whether steps of a model run as CUDA graphs. ``state`` is the result of `state_of`, if it is known.
 
-    The model must be on one GPU or sharded by `apply_tp`, whose all-reduces are captured, too. There must be no
-    compiled modules, no autocast, and no hooks except the hooks of `run_preparing_hooks`, which must have run
-    already.
+    The model must be on one GPU or sharded by `apply_tp`, whose all-reduces are captured, too. There must be neither
+    compiled modules nor autocast. The only hooks may be those that `run_preparing_hooks` runs, and it must have run
+    them already.
     """
     device = model.device.type
     return (
@@ -414,6 +414,9 @@ def rounded_rows(B: int) -> int:
 
 
 def rounded_tokens(tokens: int) -> int:
-    """Round a number of tokens per row up to the capacity of a step: whole pages, and at most about a quarter more."""
+    """Round a number of tokens per row up to the capacity of a step.
+
+    The capacity is a whole number of pages, and at most about a quarter larger than ``tokens``.
+    """
     unit = max(1 << max(tokens.bit_length() - 3, 0), paged_cache.PAGE)
     return -(-tokens // unit) * unit

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 STEPS_AHEAD = 2
-"""Number of steps that `generate` launches ahead before it reads whether an earlier step has ended all rows.
+"""Number of steps that `generate` launches after a step before it reads whether this step has ended all rows.
 
-If the GPU had to wait for the host after each step, the GPU would be idle between steps.
+If the host read each step before it launched the next step, the GPU would be idle between steps.
 """
 
 
@@ -189,12 +189,12 @@ def run_steps(
         prompts: [B, T] int64.
         mask: [B, T] int64, which is 0 for padding; None for no padding.
         inputs: inputs of the model that belong to the prompts, in addition to the tokens.
-        positions: the positions of the prompts and of the new tokens. Default: the result of
-            `Decoder.prompt_positions`, which also describes their shape.
+        positions: the positions of the prompts and of the new tokens, in the shape that `Decoder.prompt_positions`
+            returns. Default: the result of `Decoder.prompt_positions`.
         logprobs: whether to compute log-probabilities.
         returns_logits: whether each step includes its logits.
         copies_tokens: whether to start a copy of each step's tokens to the host.
-        ahead: number of steps to launch before the host reads whether every row has ended.
+        ahead: number of steps to launch after a step before the host reads whether this step has ended all rows.
     """
     run_preparing_hooks(model)
     T, repeats = prompts.shape[1], settings.num_return_sequences

@@ -92,7 +92,10 @@ class ModelState:
         return not self.is_distributed and self._steps.get(kind) == num_derived()
 
     def has_changed(self, modules: list[nn.Module]) -> bool:
-        """Return whether the modules have changed since the last `observe`. Equal new values may count as changes."""
+        """Return whether the modules have changed since the last `observe`.
+
+        An attribute that was replaced by an equal value may count as a change.
+        """
         return len(modules) != self._count or self._observed != self._observation(modules)
 
     def observe(self, modules: list[nn.Module]) -> None:
@@ -128,7 +131,7 @@ class ModelState:
 
 
 def describe(model: nn.Module) -> list[Any]:
-    """Return everything except tensor values that the kernel launches of a forward may depend on.
+    """Return everything that the kernel launches of a forward may depend on, except the values of tensors.
 
     The result consists of lists that can be compared with ``==``.
     """

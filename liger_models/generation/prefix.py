@@ -20,8 +20,8 @@ def cut_to_prefix(cache: DecodeCache, prompts: Tensor) -> None:
         prompts: [B, T] int64, with −1 for padding.
 
     Raises:
-        ValueError: the numbers of rows of cache and prompts differ, the cache was not filled by ``generate``, or it
-            has recurrent states although the prompts do not begin with all tokens of the cache.
+        ValueError: the numbers of rows of cache and prompts differ; the cache was not filled by ``generate``; or the
+            cache has recurrent states, and the prompts do not begin with all of its tokens.
     """
     if not cache.length:
         return

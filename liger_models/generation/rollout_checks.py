@@ -90,7 +90,7 @@ def check_options(model: Decoder, settings: Settings, options: Options) -> None:
 
 
 def refusal(model: Decoder, tokens: int, prompt: Sequence[int]) -> str | None:
-    """Return the reason why `rollout` does not support this model with rows of ``tokens`` tokens; None if it does.
+    """Return the reason why `rollout` does not support this model with rows of ``tokens`` tokens; otherwise None.
 
     To find out what the model's layers cache, this function runs the model on the first token of ``prompt``.
     """

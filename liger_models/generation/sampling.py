@@ -223,15 +223,18 @@ def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """Keep each row's ``k`` largest logits ([B, V] fp32) and all that equal the ``k``-th. Set all others to −∞."""
+    """Keep each row's ``k`` largest logits and all logits that equal the ``k``-th largest. Set all others to −∞.
+
+    Args:
+        logits: [B, V] fp32.
+        k: number of logits to keep.
+    """
     last = logits.topk(min(k, logits.shape[1])).values[:, -1:]
     return logits.masked_fill(logits < last, -torch.inf)
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Set the logits of the least likely tokens, whose probabilities add up to at most ``1 − p``, to −∞.
-
-    The most likely token is always kept.
+    """Keep the smallest set of most likely tokens whose probabilities add up to at least ``p``; set all others to −∞.
 
     Args:
         logits: [B, V] fp32.
@@ -248,7 +251,11 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
 
 def keep_min_p(logits: Tensor, p: float) -> Tensor:
-    """Set logits ([B, V] fp32) to −∞ for tokens with a probability below ``p`` times the row's highest probability.
+    """Set to −∞ the logits of tokens whose probability is below ``p`` times the row's highest probability.
+
+    Args:
+        logits: [B, V] fp32.
+        p: number in [0, 1].
 
     Source: https://arxiv.org/abs/2407.01082.
     """
@@ -277,7 +284,7 @@ def keep_typical_p(logits: Tensor, p: float) -> Tensor:
 
 
 def keep_epsilon(logits: Tensor, epsilon: float | Tensor) -> Tensor:
-    """Set the logits of tokens whose probability is below ``epsilon`` to −∞.
+    """Set to −∞ the logits of tokens whose probability is below ``epsilon``.
 
     The most likely token is always kept.
 

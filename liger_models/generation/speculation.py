@@ -78,8 +78,8 @@ class Columns:
         """Return how many columns after ``end`` (at most ``count``) can run in the same forward as earlier columns.
 
         The forward of the prompts runs no columns after the prompts. All columns of a forward use the rotary
-        frequencies of its last column. Therefore, a forward must not cross a column at which the frequencies change
-        (LongRoPE) or start to depend on the length (dynamic scaling).
+        frequencies of the forward's last column. Therefore, a forward must not cross a column at which the
+        frequencies change (LongRoPE) or start to depend on the length (dynamic scaling).
         """
         limits = [switch - end for switch in self.switches if switch >= end]
         return max(0, min(count if self.started else 0, self.alike_up_to - end, *limits))

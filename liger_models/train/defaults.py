@@ -27,9 +27,9 @@ OBJECTIVE_OF = {"preference": "dpo", "kto": "kto"}
 
 
 def choose_folder(options: TrainOptions) -> TrainOptions:
-    """Return the options with a new output folder unless the user has named one. Every rank must call this function.
+    """Create an output folder if the user has named none, and return the options. Every rank must call this function.
 
-    The folder is named after the model and the data. If this folder exists, a number is appended to the name, so
+    The new folder is named after the model and the data. If this folder exists, a number is appended to the name, so
     that no run is overwritten.
     """
     if options.output is not None:
@@ -58,7 +58,7 @@ def choose_folder(options: TrainOptions) -> TrainOptions:
 
 
 def choose_objective(options: TrainOptions) -> TrainOptions:
-    """Return the options with an objective. By default, the format of the data determines the objective.
+    """Choose an objective by the format of the data if the user has named none, and return the options.
 
     If the data do not exist or cannot be read, the objective is sft. The error is raised later, when the data are read.
     """
@@ -73,7 +73,7 @@ def choose_objective(options: TrainOptions) -> TrainOptions:
 
 
 def choose_dtype(options: TrainOptions, computing: torch.dtype) -> TrainOptions:
-    """Return the options with a dtype for the weights under adapters, unless the user has named a dtype.
+    """Choose a dtype for the weights under adapters if the user has named none, and return the options.
 
     The default is float32 if the checkpoint is in float32, and otherwise the dtype of the computation. A resumed run
     keeps the dtype with which it began.

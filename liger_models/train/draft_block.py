@@ -17,8 +17,8 @@ from liger_models.train.objectives import INPUTS
 from liger_models.train.report import say
 
 MEASURED_BATCHES, MEASURED_SAMPLES = 8, 512
-"""The number of batches on which drafts are compared with the model's own predictions, and the number of training
-samples from which these batches are taken if there is no evaluation data.
+"""The number of batches on which drafts are compared with the model's own predictions. If there is no evaluation data,
+these batches are taken from the first training samples, whose number is the second value.
 """
 
 

@@ -13,11 +13,11 @@ from liger_models.distributed.ranks import is_distributed
 from liger_models.layers.linear import local
 
 NEVER = 2**62
-"""A step number that no run reaches. While it is stored as the first non-finite step, all steps were finite."""
+"""A step number that no run reaches. It is stored in place of the first non-finite step while all steps are finite."""
 
 
 class FiniteChecks:
-    """Records, on the device, the first step with a non-finite loss or gradient. `check` then raises an error.
+    """Records, on the device, the first step with a non-finite loss or gradient. `check` raises an error for this step.
 
     Args:
         parameters: the trained parameters.
@@ -61,7 +61,7 @@ class FiniteChecks:
         self._first = torch.where(finite, self._first, self._first.clamp(max=step))
 
     def check(self) -> None:
-        """Raise ValueError on all ranks if a loss or a norm was not finite on any rank. Every rank must call this."""
+        """Raise ValueError on all ranks if any rank had a non-finite loss or norm. Every rank must call this method."""
         if self._first is None:
             return
         # The all-reduce works in place, and this rank must keep its own first step.
@@ -74,7 +74,7 @@ class FiniteChecks:
 
     @torch.no_grad()
     def check_weights(self, step: int) -> None:
-        """Raise ValueError on all ranks unless all trained weights are finite. Every rank must call this method.
+        """Raise ValueError on all ranks if a trained weight is not finite. Every rank must call this method.
 
         The check waits for the device and reads each weight once.
         """

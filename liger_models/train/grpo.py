@@ -121,8 +121,8 @@ class GRPOObjective(Objective):
         Returns:
             Prompts and answers [B, T], ``rewards`` [B] and ``advantages`` [B], with B = prompts x num_generations. With
             ``replay_routing``, the batch also has ``routed_experts`` [B, T, layers, k], the experts that each token was
-            routed to. With ``deterministic_rollouts``, a batch that is used for several steps also has the
-            log-probabilities ``old`` [B, T].
+            routed to. With ``deterministic_rollouts``, a batch that is used for several steps also has ``old`` [B, T],
+            the log-probabilities under the policy that sampled the answers.
         """
         # Sample answers, and compare each reward with the rewards of the other answers to the same prompt.
         answers, experts, log_probs, drafted = self._answers(model, rows)
@@ -336,7 +336,7 @@ def load_function(name: str) -> Reward:
 
 
 def has_room(model: CausalLM) -> bool:
-    """Return whether every rank has memory for all parameters in 16 bits, plus the same amount for sampling."""
+    """Return whether every rank has free memory for two 16-bit copies of all parameters; sampling uses one half."""
     # All ranks must make the same decision. Parameters take two bytes per element, and sampling needs the same amount
     # of memory.
     free = free_memory(model.device)

@@ -320,7 +320,7 @@ def select_device(name: str | None) -> torch.device:
 
 
 def start_group(device: torch.device) -> bool:
-    """Initialize the process group unless there is one, and return whether this call initialized it."""
+    """Initialize the process group if there is none, and return whether this call initialized it."""
     if dist.is_initialized():
         return False
     # torchrun describes its process group in environment variables. A single process needs no port and no network
@@ -637,7 +637,7 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dt
 
 
 def start_kernels(options: TrainOptions, model: CausalLM, device: torch.device) -> None:
-    """Start to compile the kernels of a text run's first step while the weights are being read."""
+    """Start to compile the kernels of the first step of text-only SFT while the weights are being read."""
     if options.objective == "sft" and not options.compile and model.visual is None:
         model.set_checkpointing(options.checkpointing or "none")  # a later plan may have other policies
         compile_early(model, (options.batch_size, options.length), device)
@@ -687,7 +687,7 @@ def bound_images(model: CausalLM, max_pixels: int | None) -> None:
     """Set the maximum number of pixels per image, unless ``max_pixels`` is None.
 
     Raises:
-        ValueError: the model's processor has no such limit, or its minimum number of pixels is larger.
+        ValueError: the model's processor has no such limit, or its minimum number of pixels exceeds ``max_pixels``.
     """
     if max_pixels is None:
         return
@@ -742,7 +742,7 @@ def parameter_groups(model: torch.nn.Module, options: TrainOptions) -> list[dict
 
 
 def check_groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError unless each trained parameter, and no other, is in exactly one group of the optimizer."""
+    """Raise ValueError if a trained parameter is not in exactly one optimizer group or a frozen one is in a group."""
     counts = Counter(parameter for group in optimizer.param_groups for parameter in group["params"])
     wrong = [name for name, parameter in model.named_parameters() if counts[parameter] != parameter.requires_grad]
     if wrong:

@@ -24,7 +24,7 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "
 """Maps part of a device's name to the device's peak dense bf16 FLOPS in the datasheet. MFU is relative to this peak."""
 
 REPORTERS = {"tensorboard": ("TensorBoard", "torch.utils.tensorboard"), "wandb": ("Weights & Biases", "wandb")}
-"""Maps a value of ``report_to`` to two names: of the product, and of the module that writes logs for this product."""
+"""Maps a value of ``report_to`` to a product's name, and to the name of the module that writes logs for the product."""
 
 
 def flops(model: Decoder, batches: Sequence[Batch]) -> float:
@@ -159,7 +159,8 @@ class Log:
 
         Args:
             step: number of the step.
-            epochs: passes through the data so far. The screen shows this number instead of the integer ``epoch``.
+            epochs: passes through the data so far, including fractions. The screen shows this number in place of the
+                integer ``epoch`` in ``values``.
             values: the values to log, by name.
         """
         if self.first:

@@ -26,7 +26,8 @@ SCALES = {
 class LigerMuon(LigerAdamW):
     """Muon for the weights of linear layers and experts, AdamW for embeddings, the head, norms, biases and adapters.
 
-    Muon updates a weight by its averaged gradient, after making the singular values of this gradient about equal::
+    For a weight W with the gradient G, Muon averages the gradients in M, makes the singular values of the average
+    about equal, and subtracts the result from the weight::
 
         M = μ M + (1 - μ) G
         U = orthogonal factor of (1 - μ) G + μ M, or of M without ``nesterov``

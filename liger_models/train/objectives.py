@@ -116,7 +116,7 @@ class Objective:
     generates = True
     """Whether the model generates text."""
     is_gentle = False
-    """Whether the default learning rate is the lower one, which suits objectives that compare or sample answers."""
+    """Whether the default learning rate is low, because the objective compares or samples answers."""
 
     def __init__(self, options: Any, **settings: Any) -> None:
         self.accumulate = options.accumulate

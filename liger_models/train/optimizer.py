@@ -35,8 +35,8 @@ class LigerAdamW(torch.optim.Optimizer):
         params: parameters, or dicts with the parameters and options of a group, as for every PyTorch optimizer.
         lr, betas, eps, weight_decay, maximize: see torch's AdamW.
         stochastic_rounding: whether bfloat16 parameters and moments are rounded up or down at random such that the
-            expected value is unchanged. Updates smaller than half a bfloat16 step are then not lost. Other dtypes
-            are rounded to nearest.
+            expected value is unchanged. This preserves small updates, which rounding to nearest would lose. Other
+            dtypes are rounded to nearest.
         state_dtype: dtype of the moments. Default: the parameter's dtype. With ``torch.int8``, the two moments of an
             element take 2.06 bytes in total: stochastically rounded codes, and a scale for each 128 elements along the
             last dimension. Vectors, and matrices with fewer than 128 columns on a rank, then have moments in float32.
@@ -213,7 +213,12 @@ class LigerAdamW(torch.optim.Optimizer):
         return ((number, param, stream) for stream, (number, param) in enumerate(owners))
 
     def launch(self, parameters: Collection[Tensor]) -> None:
-        """Launch the update kernel on new tensors, once for each pair of dtypes of ``parameters`` and moments."""
+        """Launch the update kernel on new tensors, once for each combination of a parameter dtype and a moment dtype.
+
+        Args:
+            parameters: parameters of the optimizer. For each combination, the new tensors have the shape of the first
+                parameter with these dtypes.
+        """
         hyper = Hyper(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, maximize=False, step=1)
         updates: dict[tuple[torch.dtype, torch.dtype], Update] = {}
         for _, param, stream in self._parameters():
@@ -330,7 +335,8 @@ def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:
     Raises:
         TypeError: the optimizer is not a `LigerAdamW`, or it is a `LigerMuon`, whose step updates all parameters
             together.
-        RuntimeError: a parameter already has a gradient, or only DistributedDataParallel would average its gradient.
+        RuntimeError: a parameter already has a gradient, or there are several processes and a parameter is not a
+            DTensor, which means that DistributedDataParallel would have to average its gradient.
 
     Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html.
     """

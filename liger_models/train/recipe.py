@@ -108,8 +108,8 @@ class Planner:
         """Choose options with which the model fits into ``memory`` bytes.
 
         The choice prefers, in this order: more trained weights (with method "auto"), more tokens per row, more tokens
-        per step, less recomputation, and more rows per batch. If all weights are trained, they are in float32 if they
-        fit, and otherwise in bfloat16 with stochastic rounding.
+        per step, less recomputation, and more rows per batch. The method "full" keeps the weights in float32 if the
+        memory suffices, and otherwise in bfloat16 with stochastic rounding.
 
         Args:
             memory: memory of the GPU in bytes.

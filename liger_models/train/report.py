@@ -33,8 +33,8 @@ from liger_models.train.train_options import STORED, TrainOptions
 WIDTH = 100
 """Maximum number of columns of a line."""
 FEW_STEPS, LARGE_STEP = 50, 1 / 20
-"""A run prints a warning if it has fewer steps than the first value, or if a step uses more than the second value's
-share of the data."""
+"""A run prints a warning if it has fewer steps than the first value, or if a step uses a larger share of the data
+than the second value."""
 HEADER_EVERY = 25
 """Number of lines after which the column names are repeated."""
 SAMPLE_TOKENS = 64

@@ -24,7 +24,7 @@ REQUEST = ".out-of-memory"
 POLL = 0.5
 """Seconds between two checks for this file."""
 PATIENCE = 8 * POLL
-"""After a process has lost another process, it waits this many seconds for its own thread to restart it."""
+"""Seconds for which a process waits to be restarted by its thread (`watch`) after it has lost another process."""
 ATTEMPT = "LIGER_MODELS_ATTEMPT"
 """Environment variable with the number of restarts."""
 
@@ -58,7 +58,7 @@ def take_request(folder: Path) -> str | None:
 
 
 def watch(folder: Path) -> threading.Event:
-    """Start a thread that restarts this process when another process requests it. The returned event ends it."""
+    """Start a thread that restarts this process when any process requests it. Setting the result ends the thread."""
     ended = threading.Event()
 
     def wait() -> None:

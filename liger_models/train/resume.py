@@ -37,7 +37,7 @@ def changed_options(options: TrainOptions, start: int) -> list[str]:
 
     Args:
         options: the options of this start.
-        start: number of finished steps. For 0, a new run, no changes are listed.
+        start: number of finished steps. If it is 0, the run is new, and no changes are listed.
 
     Returns:
         Texts such as "lr 1e-05 instead of 2e-05".

@@ -1,9 +1,9 @@
 """Training objectives for retrieval models: embedding models for queries and documents, and rerankers.
 
 The loss of a step compares all texts in all batches on all ranks, although a forward embeds only one batch of one
-rank. With several batches, gradients are cached (GradCache): all texts are first embedded without a graph, and the
-gradient of the loss with respect to the embeddings is computed. Then each batch is embedded again with a graph, and
-its backward starts from the batch's part of this gradient. The results equal the results of one large batch.
+rank. With several batches, gradients are cached (GradCache). All texts are first embedded without an autograd graph,
+and the gradient of the loss with respect to the embeddings is computed. Then each batch is embedded again with a graph,
+and its backward starts from the batch's part of this gradient. The results equal the results of one large batch.
 
 Source: https://arxiv.org/abs/2101.06983 (GradCache).
 """
@@ -74,7 +74,11 @@ class RetrievalObjective(Objective):
 
 
 class EmbedObjective(RetrievalObjective):
-    """Embeddings. Queries move close to their documents (contrastive), or similarities of pairs follow given scores."""
+    """Trains an embedding model.
+
+    In contrastive training, queries move close to their documents. With scored pairs, the similarity of the two texts
+    of a pair moves toward the pair's score.
+    """
 
     has_head = False
 
@@ -230,7 +234,8 @@ class EmbedObjective(RetrievalObjective):
 
 
 class RerankObjective(RetrievalObjective):
-    """Rerankers. The score of a document is the probability of "yes" after a prompt with the query and the document."""
+    """Trains a reranker. A document's score is the probability of "yes" after a prompt with the query and the document.
+    """
 
     def __init__(self, options: Any, **settings: Any) -> None:
         super().__init__(options)

@@ -17,7 +17,7 @@ class Visit:
 
     Attributes:
         host: the moments in host memory.
-        versions: the version counters of ``host`` when they were copied.
+        versions: the version counters of ``host`` at the time when the moments were copied to the GPU.
         staged: the moments on the GPU.
         start, end: index of the moments' first byte in the ring buffer, and index after their last byte.
         arrived: CUDA event that is recorded after the copies to the GPU.

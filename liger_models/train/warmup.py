@@ -28,8 +28,8 @@ def warm_up(model: nn.Module, **batch: Any) -> int:
         The number of compiled kernels. It is 0 on a CPU and in a second call.
 
     Raises:
-        ValueError: a parameter already has a gradient, to which the backward would add, or has a hook that would use
-            the gradient.
+        ValueError: a parameter has a hook that would use its gradient, or already has a gradient, which the backward
+            would change.
     """
     # The gradients of this pass are garbage, so nothing may use them.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
