@@ -234,7 +234,9 @@ class EmbedObjective(RetrievalObjective):
 
 
 class RerankObjective(RetrievalObjective):
-    """Trains a reranker. A document's score is the probability of "yes" after a prompt with the query and the document.
+    """Trains a reranker.
+
+    The score of a document is the probability of "yes" after a prompt with the query and the document.
     """
 
     def __init__(self, options: Any, **settings: Any) -> None:
