@@ -234,7 +234,9 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Keep the smallest set of most likely tokens whose probabilities add up to at least ``p``; set all others to −∞.
+    """Keep the smallest set of most likely tokens whose probabilities add up to at least ``p``.
+
+    All other logits become −∞.
 
     Args:
         logits: [B, V] fp32.
