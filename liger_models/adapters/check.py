@@ -37,7 +37,7 @@ def adapter_parameters(model: CausalLM) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def adapter_sums(model: CausalLM) -> dict[str, Tensor]:
-    """Map each adapter tensor's name to two sums over this rank's part, [2] fp64. A changed tensor has other sums."""
+    """Map each adapter tensor's name to two sums over this rank's part, [2] fp64, which show whether it has changed."""
     return {name: _sums(local(parameter)) for name, parameter in adapter_parameters(model).items()}
 
 
@@ -52,9 +52,9 @@ def check_trained(model: CausalLM, before: dict[str, Tensor], steps: int) -> lis
     Args:
         model: the model after training.
         before: the result of `adapter_sums` before training.
-        steps: number of training steps between ``before`` and now. ``B`` may stay at 0 in the first step of a
-            warm-up, and ``A`` has no gradient while ``B`` is 0. Therefore ``B`` is checked from 2 steps on, and
-            ``A`` is checked from 3 steps on.
+        steps: number of training steps between ``before`` and now. The matrix B of an adapter may stay at 0 in the
+            first step of a warm-up, and the matrix A has no gradient while B is 0. Therefore, B is checked from 2
+            steps on, and A is checked from 3 steps on.
     """
     return _judge(model, before, steps)[0]
 

@@ -262,7 +262,10 @@ def unsupported_linears(model: nn.Module) -> list[str]:
 
 
 def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]:
-    """Map the path of each linear layer that can have adapters to (the layer, its weight's entry in the weight map)."""
+    """Map the path of each linear layer that can have adapters to a pair.
+
+    The pair is the layer, and the layer's weight as an expression in terms of checkpoint tensors.
+    """
     entries = _entries(model)
     routers = [layer.router for layer in layers_of(model) if layer.router is not None]
     of_routers = {id(module) for router in routers for module in router.modules()}
@@ -279,7 +282,8 @@ def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]
 def adaptable_experts(model: CausalLM) -> dict[str, dict[str, tuple[str, Expression]]]:
     """Map the path of each layer with routed experts to the layer's parameters that can have adapters.
 
-    The parameters are a dict from our name to (name in transformers, entry in the weight map).
+    The parameters are a dict that maps the name in this package to a pair: the name in transformers, and the parameter
+    as an expression in terms of checkpoint tensors.
     """
     entries = format_of(type(model)).expert_map(model.config).entries
     experts: dict[str, dict[str, tuple[str, Expression]]] = {}

@@ -23,11 +23,11 @@ class LoRAConfig:
             packed projection drop the same elements.
         target_modules: a list of module names in the Hugging Face checkpoint, or of last parts of such names, such as
             "q_proj". A name whose second-to-last part is ``experts``, such as "experts.down_proj", refers to routed
-            experts. The string "all-linear" selects all linear layers of the blocks; any other string is a regular
+            experts. The string "all-linear" selects all linear layers of the blocks. Any other string is a regular
             expression that must match a full name.
-        target_parameters: names, or last parts of names, of parameters in transformers that hold the matrices of all
-            routed experts in a layer: "experts.gate_up_proj", "experts.down_proj". Each expert gets one pair of
-            matrices A and B for gate and up together, and another pair for down.
+        target_parameters: names of parameters in transformers that hold matrices of all routed experts in a layer. The
+            last parts of the names, "experts.gate_up_proj" and "experts.down_proj", are sufficient. Each expert gets
+            one pair of matrices A and B for gate and up together, and another pair for down.
         use_rslora: whether to multiply by ``lora_alpha / sqrt(r)`` instead of ``lora_alpha / r``.
         use_dora: whether to also learn the norm of each row of the adapted matrices (DoRA).
 

@@ -2,8 +2,8 @@
 
     y_e = W_e x + s · B_e A_e x          s as in `lora_layers`
 
-The layer's ops take A and B. Under tensor parallelism, the B of gate and up is sharded by rows, and the A of down is
-sharded by columns.
+The ops that compute the experts take A and B as arguments. Under tensor parallelism, the B of gate and up is sharded by
+rows, and the A of down is sharded by columns.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class ExpertAdapter(Layer):
     Args:
         weight: the matrices, [X, out, in].
         name: the name that the parameter with the matrices has in transformers.
-        expression: the weight, as an expression in the parameter of transformers.
+        expression: the weight, as an expression in terms of the parameter in transformers.
         config: settings of the adapters.
         exchanged: whether A and B are exchanged in PEFT's files; see `CheckpointFormat.peft_exchanges`.
     """
@@ -54,7 +54,7 @@ class ExpertAdapter(Layer):
 
 
 class LoRAExperts(Layer):
-    """The adapters of a layer's routed experts, in the layer's submodule ``lora``. The layer's ops take A and B.
+    """The adapters of a layer's routed experts, in the layer's submodule ``lora``.
 
     Args:
         adapters: maps the name of a parameter of the layer, "gate_up_weight" or "down_weight", to its adapter.

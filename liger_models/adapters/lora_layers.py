@@ -86,7 +86,7 @@ class LinearAdapters(nn.ModuleDict):
 
     Args:
         linear: the layer.
-        expression: the weight of the layer, as an expression in the checkpoint's matrices.
+        expression: the weight of the layer, as an expression in terms of the checkpoint's matrices.
         names: the checkpoint names of the matrices that get an adapter.
         config: settings of the adapters.
     """
@@ -476,7 +476,7 @@ ADAPTED: dict[type[nn.Linear], type[LoRALinear]] = {
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoRALinear | LoRAExperts]:
-    """Map the path of each module of a model that holds adapters to the module."""
+    """Map paths to modules, for all modules of a model that hold adapters."""
     return {path: module for path, module in model.named_modules() if isinstance(module, LoRALinear | LoRAExperts)}
 
 

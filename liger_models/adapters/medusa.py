@@ -47,9 +47,10 @@ class MedusaOutput(NamedTuple):
 
     Attributes:
         loss: [] fp32.
-        base_loss: [] L_0, without gradient. None if the model is frozen. Also None if all heads share a projection,
-            because then only the sum of the losses is computed.
-        head_losses: [K] L_1 ... L_K, without gradient. None if all heads share a projection.
+        base_loss: [] L_0, the loss of the model's own head, without gradient. None if the model is frozen. Also None if
+            all heads share a projection, because then only the sum of the losses is computed.
+        head_losses: [K] L_1 ... L_K, the losses of the K Medusa heads, without gradient. None if all heads share a
+            projection.
         aux_loss: [] auxiliary loss of mixture-of-experts layers. It is part of ``loss`` unless the model is frozen.
         log_probs: [1 + K, B, T] fp32, log-probabilities of the targets, where index 0 stands for the model's own
             head. They are 0 for tokens without a target.
@@ -112,11 +113,12 @@ class LigerMedusa(nn.Module):
     Args:
         model: any model of this package whose weights are loaded. `apply_fsdp` may be applied to the model before this
             module is created, or to this module afterwards.
-        num_heads: K.
+        num_heads: K, the number of Medusa heads.
         num_layers: number of residual blocks in each head.
-        share_lm_head: whether the heads share the projection of the model's own head, which saves K · V · C weights.
-        freeze: whether to train only the heads, without L_0 in the loss (Medusa-1). If False, the model is also trained
-            (Medusa-2). If the model has LoRA adapters, only these adapters are trained.
+        share_lm_head: whether the heads share the projection [V, C] of the model's own head, which saves K · V · C
+            weights.
+        freeze: whether to train only the Medusa heads, without the loss of the model's own head (Medusa-1). If False,
+            the model is also trained (Medusa-2): all of it, or only its LoRA adapters if it has any.
         decay: the weight of head k's loss is ``decay ** k``.
         heads_weight: weight of the sum of the heads' losses. A schedule may change this attribute.
 

@@ -51,8 +51,8 @@ class MTPOutput(NamedTuple):
 
     Attributes:
         loss: [] fp32.
-        base_loss: [] fp32, L, without gradient.
-        mtp_loss: [] fp32, L', without gradient.
+        base_loss: [] fp32, L, the model's own loss, without gradient.
+        mtp_loss: [] fp32, L', the loss of the block, without gradient.
         aux_loss: [] auxiliary loss of the model's mixtures of experts. It is part of ``loss``. None for a dense model.
     """
 
@@ -74,7 +74,10 @@ def embeds_with_norms(embedding: nn.Module, *norms: nn.Module) -> bool:
 
 
 class LigerMTP(nn.Module):
-    """A model and its block for multi-token prediction. The forward computes L and L'. ``model`` also works alone.
+    """A model and its block for multi-token prediction. ``model`` also works alone.
+
+    The forward computes two losses: the model's own loss L for the next token, and the block's loss L' for the token
+    after the next token.
 
     The weights of the block come from the checkpoint that the model was loaded from. If the checkpoint has no such
     weights, the block is initialized like a new model. Once this object exists, ``model.save_pretrained`` also writes
@@ -247,7 +250,7 @@ class LigerMTP(nn.Module):
         routed_experts: Tensor | None = None,
         **inputs: Any,
     ) -> tuple[Any, Tensor, Tensor | None]:
-        """Compute any loss of the model, and also L', in one forward.
+        """Compute any loss of the model, and also the block's loss L', in one forward.
 
         Args:
             input_ids, labels, inputs: as in `forward`.
@@ -317,11 +320,11 @@ class LigerMTP(nn.Module):
         return self.model.device
 
     def hidden(self, hidden: Tensor, embeds: Tensor, layout: BatchLayout) -> Tensor:
-        """Compute h', [B, T, C]. The value at the last token of a document has no meaning.
+        """Compute the block's outputs h', [B, T, C]. The value at the last token of a document has no meaning.
 
         Args:
-            hidden: h, [B, T, C].
-            embeds: e, [B, T, C].
+            hidden: h, [B, T, C], the normalized outputs of the model's last block.
+            embeds: e, [B, T, C], the embeddings of the tokens.
             layout: layout of the batch.
         """
         # Take the embedding of the next token. The last token of a document gets an unrelated embedding, but its
@@ -329,10 +332,10 @@ class LigerMTP(nn.Module):
         return self.predict(hidden, embeds.roll(-1, 1), layout)
 
     def predict(self, hidden: Tensor, ahead: Tensor, layout: BatchLayout) -> Tensor:
-        """Compute h', [B, T, C], even for tokens whose next token is not in the batch.
+        """Compute the block's outputs h', [B, T, C], even for tokens whose next token is not in the batch.
 
         Args:
-            hidden: h, [B, T, C].
+            hidden: h, [B, T, C], the normalized outputs of the model's last block.
             ahead: the embedding of each token's next token, [B, T, C].
             layout: layout of the batch. If it has a cache, the tokens are appended to the cache.
         """

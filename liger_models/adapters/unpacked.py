@@ -178,7 +178,7 @@ class UnpackedModel(Node):
     plain_names: set[str]
     """The names of all parameters of the tree before PEFT adds adapters."""
     said: set[str]
-    """Reasons about which a warning has been issued; see `UnpackedLinear`."""
+    """The reasons for which a warning has been issued that PEFT computes a layer; see `UnpackedLinear`."""
     adapter_configs: dict[str, Any] | None
     """Maps adapter names to PEFT configurations; None before the first adapter and after unloading."""
     checked: set[str]

@@ -73,7 +73,7 @@ class RowOrder:
         # an index. A regular weight consists of groups, and all groups have the same number of rows of each matrix.
         counts = [count for count in range(len(starts), 0, -1) if len(starts) % count == 0]
         self.groups: int = next((count for count in counts if self._is_regular(first_rows, lengths, count)), 0)
-        """Number of groups; 0 if the order is not regular."""
+        """Number of groups, each of which has one run of rows of each matrix; 0 if there are no such groups."""
         self.lengths: list[int] = lengths[: len(lengths) // self.groups].tolist() if self.groups else []
         """The number of rows of each matrix in a group."""
 
@@ -127,9 +127,9 @@ class UnpackedLinear(Layer):
 
     Args:
         packed: the projection.
-        weight: the projection's weight, as an expression in the checkpoint's matrices.
-        bias: the projection's bias, as an expression in the checkpoint's vectors; None for a projection without bias.
-        said: the reasons about which a warning (that PEFT computes a layer) was already issued. All layers of the model
+        weight: the projection's weight, as an expression in terms of the checkpoint's matrices.
+        bias: the projection's bias, as an expression in terms of the checkpoint's vectors; None if there is no bias.
+        said: the reasons for which the model has already warned that PEFT computes a layer. All layers of the model
             share this set.
     """
 
