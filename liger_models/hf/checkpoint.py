@@ -105,8 +105,8 @@ class Loading:
             generation_config: defaults for ``generate`` that replace the checkpoint's defaults.
             output_loading_info: whether to also return a dict of sets. Its ``missing_keys`` and ``mismatched_keys``
                 name the tensors that have random values. Any other mismatch is an error.
-            ignore_mismatched_sizes: whether to warn instead of raising an error if the shapes of tensors differ in
-                the checkpoint, or if the checkpoint lacks a head. The tensors in question keep random values.
+            ignore_mismatched_sizes: whether to warn, instead of raising an error, about tensors that have another shape
+                in the checkpoint, and about a head that the checkpoint lacks. These tensors keep random values.
             state_dict: tensors to load instead of the checkpoint's tensors, by their names in a checkpoint or in the
                 model.
             options: values for the configuration, such as ``use_cache`` or ``attn_implementation``. Arguments of

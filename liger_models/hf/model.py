@@ -553,7 +553,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         self.has_own_head = not isinstance(value, Layer)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Iterate over the children. If PEFT calls this to freeze all children, the head is included."""
+        """Iterate over the children. The head is included only if PEFT calls this method to freeze all children."""
         yield from super().named_children()
         if self.tree is None and sys._getframe(1).f_globals.get("__name__") == "peft.peft_model":
             yield "lm_head", self.lm_head
@@ -629,7 +629,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
             inputs: pixels and the tensors that describe them; ``cu_seq_lens_q`` and related arguments, or
                 ``cu_seqlens``; ``routed_experts`` [B, T, H or L, K] (the experts of each token, see `select_routing`);
                 ``shift_labels`` [B, T] (which replace ``labels``); ``skip_logits`` (whether to omit the logits if there
-                are labels). By default, the logits are omitted in training with gradients.
+                are labels; by default, they are omitted in training with gradients).
 
         Returns:
             ``MoeCausalLMOutputWithPast``; without ``return_dict`` a tuple.
