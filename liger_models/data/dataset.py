@@ -46,14 +46,15 @@ class PackedDataset(IterableDataset[Batch]):
     shuffles only these examples.
 
     An iteration starts at the beginning of the epoch, or at the position that `load_state_dict` has set. When the
-    iteration ends, the data set moves to the next epoch. An engine that knows the length may stop an iteration right
-    after the last batch. The next iteration then starts the next epoch, too.
+    iteration ends, the data set moves to the next epoch. A training loop that knows the number of batches may stop an
+    iteration right after the last batch. The next iteration then starts the next epoch, too.
 
     Args:
-        source: a file (.jsonl, .ndjson or .json: one example per line; .json also: an array of examples; .txt: one text
-            per line; .csv or .tsv with the names of the columns in the first line; each of these also as .gz; .parquet;
-            .arrow), a folder of such files or a list of paths; a data set of `datasets` or PyTorch, or any other
-            iterable.
+        source: a file, a folder of files, a list of paths, a data set of `datasets` or PyTorch, or any other iterable.
+            Files with the endings .jsonl, .ndjson and .json have one example per line, or .json an array of examples.
+            Files with the ending .txt have one text per line. Files with the endings .csv and .tsv have the names of
+            the columns in the first line. All of these files may be compressed (.gz). Parquet (.parquet) and Arrow
+            (.arrow) files are also read.
         tokenizer: the tokenizer of the model, or the model's processor (``model.processor``), which also takes images
             and, for Qwen-VL, videos.
         length: number of tokens in a row.
@@ -81,19 +82,20 @@ class PackedDataset(IterableDataset[Batch]):
             starts, the sizes of images are read from their headers. "skip" leaves out an example with an unreadable
             header. If pixels cannot be decoded later, "skip" makes the image black and removes the labels of its
             document. A warning names the first such image.
-        multi_turn: how the answers of a chat become examples. "split" makes one example of all answers. However, if
-            the template changes earlier answers, for example by removing their reasoning, each changed answer becomes
-            the end of a separate example, in the form in which it was generated. "all" makes one example of all
-            answers, as the template renders them in the whole chat. "last" makes one example, in which only the last
-            answer is learned.
+        multi_turn: how the answers of a chat become examples. "split" makes one example of all answers that the
+            rendered chat shows as they were generated. If the template changes earlier answers, for example by removing
+            their reasoning, further examples end with these answers and show them as they were generated. "all" makes
+            one example of all answers, as the template renders them in the whole chat. "last" makes one example, in
+            which only the last answer is learned.
         on_unrendered: what happens if the chat template leaves out the content, the tool calls, the reasoning or the
-            tools of a chat: "error", "warn", or "drop", which trains on the rendered text without them.
+            tools of a chat. "error" raises an error. "warn" and "drop" train on the text without the parts that are
+            left out, and "warn" issues a warning.
         shuffle: whether to shuffle. False keeps the documents in order, as far as packing allows.
         seed: seed for shuffling.
         rank, ranks: this process's rank, and the number of ranks that share the data. Default: rank and size of the
             process group.
         cache_dir: folder for the tokens; default: ``liger_models`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
-        progress: show a progress bar while tokenizing, on rank 0.
+        progress: whether rank 0 shows a progress bar while the source is tokenized.
 
     Attributes:
         epoch: the current epoch.

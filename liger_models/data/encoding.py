@@ -24,7 +24,10 @@ FIELDS = ("messages", "text", "input_ids")
 GROUP, GROUP_CHARACTERS = 1024, 1 << 22
 """Examples are tokenized in groups, on all cores. A group is full at this number of examples or characters."""
 WINDOW_CHARACTERS, OVERLAP_CHARACTERS = 1 << 18, 1 << 12
-"""Size and overlap (characters) of windows of longer texts: tokenizers need over 100 bytes of memory per character."""
+"""Size and overlap, in characters, of the windows in which long texts are tokenized, in order to save memory.
+
+Tokenizers need over 100 bytes of memory per character.
+"""
 MEDIA = ("image", "video", "audio")
 """Words that mark special tokens and types of message parts as media instead of text."""
 
@@ -532,7 +535,7 @@ def check_rendered(where: str, fields: Sequence[str], on_unrendered: str) -> Non
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
-    """Return whether a message from `read_messages` is learned: none of its `WEIGHTS` is 0."""
+    """Return whether a message from `read_messages` is learned. False if any of its `WEIGHTS` is 0."""
     return all(message.get(name, True) for name in WEIGHTS)
 
 
@@ -601,9 +604,9 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
         parts are joined.
 
     Raises:
-        ValueError: a message has no content, except an assistant's message with tool calls or reasoning; a message
-            has no role; content is neither a text nor a list of parts; a part is neither text nor of an allowed kind;
-            or a weight is neither 0 nor 1.
+        ValueError: a message has no role; a message that may not lack content has none; content is neither a text nor
+            a list of parts; reasoning is not a text; a part is neither text nor of an allowed kind; or the weights of a
+            message contradict each other or are neither 0 nor 1.
     """
     checked = []
     for number, message in enumerate(messages, 1):

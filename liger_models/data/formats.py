@@ -390,7 +390,8 @@ class Formats:
 def recognized_format(source: Any) -> str | None:
     """Return the format name of a source's first record; None if it has no format or cannot be read.
 
-    If a record fits a document format and another format, the document format is returned, except for labeled answers.
+    If the record fits the format of labeled answers, this format is returned. If the record fits a document format and
+    another format, the document format is returned.
 
     Args:
         source: a result of `find_files`.

@@ -69,7 +69,7 @@ class FileState(NamedTuple):
             return None
 
     def holds(self, path: str | os.PathLike[str]) -> bool:
-        """Return whether a file is still in this state. If only the time differs, as for a copy, compare checksums."""
+        """Return whether a file is still in this state. If only the times differ, as for a copy, checksums decide."""
         status = os.stat(path) if os.path.isfile(path) else None
         if status is None or status.st_size != self.bytes:
             return False

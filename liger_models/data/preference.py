@@ -66,16 +66,16 @@ def preference_batch(
             - Token ids ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``.
             - Token ids ``chosen_input_ids`` and ``rejected_input_ids``, with ``prompt_input_ids``. If the ids include
               the prompt, they need ``chosen_labels`` and ``rejected_labels`` instead. Ids that are padded, on either
-              side, also need ``chosen_attention_mask`` and so on.
+              side, also need a mask, for example ``chosen_attention_mask`` for ``chosen_input_ids``.
 
-            Or a collated batch, which may come from TRL's unpaired data: tensors ``input_ids``, ``attention_mask``
-            and ``completion_mask``. Pixels and other inputs of a vision-language model are passed on.
-        tokenizer: the tokenizer of the model. Token ids need none.
+            ``pairs`` may also be a collated batch, possibly from TRL's unpaired data, with the tensors ``input_ids``,
+            ``attention_mask`` and ``completion_mask``. Pixels and other inputs of vision-language models are passed on.
+        tokenizer: the tokenizer of the model. It is not needed for token ids.
         processor: the processor of a vision-language model, instead of the tokenizer. The messages of a prompt may
             then have images in their parts, or the pair may have a field ``images`` (or ``image``). Images of a field
             are inserted at the prompt's parts ``{"type": "image"}`` or, if there are no such parts, before the text
-            of the user's first message. An image is anything that `locate_image` takes. Videos (Qwen-VL) are files,
-            in the fields ``video`` and ``videos``.
+            of the user's first message. An image is anything that `locate_image` takes. The fields ``video`` and
+            ``videos`` hold files of videos (Qwen-VL).
 
     Returns:
         ``input_ids``, ``labels`` (−100 for prompt and padding) and ``attention_mask``, each [2 · pairs, T] int64, for
@@ -84,9 +84,9 @@ def preference_batch(
         because both answers of a pair need them.
 
     Raises:
-        ValueError: there are no pairs; a key is missing; a tensor of token ids has no mask; an answer has no tokens,
-            or it has a message of weight 0; there are images but no processor; an image cannot be read; or the number
-            of images differs from the number of places for images.
+        ValueError: there are no pairs; a key is missing; a tensor of token ids has no mask; an answer has no tokens; an
+            answer has a message with weight 0; there are images but no processor; an image cannot be read; or the
+            number of images differs from the number of places for images.
     """
     # In a collated batch, only the names change.
     if tokenizer is not None and processor is not None:
