@@ -264,13 +264,13 @@ def verify(
     The logits are computed for random tokens in float32. If transformers is not installed or does not know the model,
     only the tensors are checked. The exit code is 3 if anything differs.
 
-    With --packing, documents of 1 to 130 tokens are packed into one row, and each is compared with itself alone:
-    logits and gradients, and whether it reads another document. If the checkpoint does not fit into memory, a smaller
-    model with random weights is checked.
+    With --packing, documents of 1 to 130 tokens are packed into one row. Each document must have the same logits and
+    gradients in this row and alone, and must not read another document. If the checkpoint does not fit into memory, a
+    smaller model with random weights is checked.
 
-    With --adapter, every tensor of the adapter must have moved and get a gradient, and the logits must change with it
-    and equal those of PEFT on transformers. With --served, the adapter must also have the layout that vLLM and SGLang
-    load.
+    With --adapter, every tensor of the adapter must have moved from its initial value, and must get a gradient. The
+    adapter must change the logits, and the logits must equal those of PEFT with transformers' model. With --served, the
+    adapter must also have the layout that vLLM and SGLang load.
     """
     if packing and adapter:
         raise typer.BadParameter("give --packing or --adapter, not both")
