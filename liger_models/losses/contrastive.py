@@ -1,10 +1,10 @@
 """Losses for text embeddings: contrastive (InfoNCE) with in-batch and hard negatives, and CoSENT for scored pairs.
 
-Let q_i be the queries and d_j the documents, let s_ij = cos(q_i, d_j) / τ, and let p(i) be the index of the positive
-document of query i. The losses are::
+Let q_i be the queries and d_j the documents. Let s_ij = cos(q_i, d_j) / τ be their similarities, where τ is the
+temperature, and let p(i) be the index of the positive document of query i. The losses are::
 
     contrastive   mean_i [ −s_i,p(i) + log Σ_j exp(s_ij) ]
-    symmetric     half of this, plus half of mean_i [ −s_i,p(i) + log Σ_k exp(s_k,p(i)) ]
+    symmetric     half of this, plus half of mean_i [ −s_i,p(i) + log Σ_k exp(s_k,p(i)) ], where k runs over queries
     CoSENT        log(1 + Σ exp((c_i − c_j) / τ)), over all pairs of examples i and j where i has the lower score
 
 In CoSENT, c_i is the cosine similarity of the two texts of example i. With Matryoshka dimensions, the loss is a sum
@@ -73,7 +73,9 @@ class LigerContrastiveLoss(_EmbeddingLoss):
 
     Args:
         symmetric: whether each positive document must also be more similar to its query than to all other queries.
-        temperature, dimensions: as for all losses for embeddings; see the module's docstring.
+        temperature: τ, by which cosine similarities are divided.
+        dimensions: numbers of leading dimensions of the embeddings for which the loss is computed and summed
+            (Matryoshka). If empty, the loss is computed for the whole embeddings.
     """
 
     def __init__(self, temperature: float = 0.05, *, symmetric: bool = False, dimensions: Sequence[int] = ()) -> None:

@@ -8,13 +8,14 @@ from liger_models.losses.base_preference import MARGIN_LOSSES, ReferenceFreePair
 class LigerFusedLinearCPOLoss(ReferenceFreePairLoss):
     """Contrastive preference optimization (CPO).
 
-    The loss of a pair is ``−(1 − ε)·log σ(m) − ε·log σ(−m)`` with the margin m = β·(l(y_w) − l(y_l)), where l is the
-    log-probability of a sequence. ``alpha`` · NLL is added to the mean over pairs.
+    A pair has the chosen sequence y_w, the rejected sequence y_l, and the margin m = β·(l(y_w) − l(y_l)), where l is
+    the log-probability of a sequence. By default, the loss of a pair is ``−(1 − ε)·log σ(m) − ε·log σ(−m)``, where σ
+    is the logistic function. ``alpha`` · NLL is added to the mean over pairs.
 
     Args:
-        alpha: weight of the NLL.
+        alpha: weight of the NLL, the mean negative log-probability of the tokens in the chosen sequences.
         label_smoothing: ε, for loss type "sigmoid".
-        loss_type: "sigmoid", "hinge" or "ipo", see `LigerFusedLinearDPOLoss`.
+        loss_type: "sigmoid", "hinge" or "ipo"; see `LigerFusedLinearDPOLoss`.
         Others: as in `LigerFusedLinearDPOLoss`.
 
     Source: https://arxiv.org/abs/2401.08417

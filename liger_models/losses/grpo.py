@@ -23,7 +23,7 @@ LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vesp
 TOKEN_MEANS = ("dapo", "cispo", "vespo")
 """Loss types that divide the sum of losses by the number of tokens on all ranks."""
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-"""Loss types whose first term of L is the clipped minimum. They also support one ratio per sequence."""
+"""Loss types in which the first term of L is the clipped minimum. They also support one ratio per sequence."""
 CHOICES = {
     "loss_type": LOSS_TYPES,
     "importance_sampling_level": ("token", "sequence"),

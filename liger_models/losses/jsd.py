@@ -102,7 +102,8 @@ class LigerJSD(nn.Module):
     """Generalized Jensen-Shannon divergence, from log-probabilities, averaged over the rows that are not ignored.
 
     Args:
-        beta: β in [0, 1]. 0 gives the forward KL divergence KL(p ‖ q), and 1 gives the reverse KL divergence KL(q ‖ p).
+        beta: β in [0, 1]. 0 gives the forward KL divergence KL(p ‖ q) between teacher p and student q, and 1 gives the
+            reverse KL divergence KL(q ‖ p).
         ignore_index: label of rows that the loss skips.
     """
 

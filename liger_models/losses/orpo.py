@@ -54,11 +54,13 @@ def log_odds(log_prob: Tensor) -> Tensor:
 class LigerFusedLinearORPOLoss(PairLoss):
     """Odds-ratio preference optimization (ORPO): ``NLL − β·log σ(log odds(y_w) − log odds(y_l))``.
 
-    The odds of a sequence are p / (1 − p), where log p is the mean of its tokens' log-probabilities. If log p is 0, for
-    example because the sequence has no targets, the odds are infinite; the pair then contributes 0 to the second term.
+    A pair has the chosen sequence y_w and the rejected sequence y_l, and σ is the logistic function. The odds of a
+    sequence are p / (1 − p), where log p is the mean of its tokens' log-probabilities. If log p is 0, for example
+    because the sequence has no targets, the odds are infinite. The pair then contributes 0 to the second term.
 
     Args:
-        compute_nll_loss: whether to add the NLL, with weight 1.
+        compute_nll_loss: whether to add the NLL, with weight 1. The NLL is the mean negative log-probability of the
+            tokens in the chosen sequences.
         Others: as in `LigerFusedLinearDPOLoss`.
 
     Source: https://arxiv.org/abs/2403.07691

@@ -8,11 +8,12 @@ from liger_models.losses.base_preference import ReferenceFreePairLoss, margin_lo
 class LigerFusedLinearSimPOLoss(ReferenceFreePairLoss):
     """Simple preference optimization (SimPO).
 
-    The loss of a pair is ``−(1 − ε)·log σ(m) − ε·log σ(−m)`` with the margin m = β·(l(y_w) − l(y_l)) − γ, where l is
-    the mean of the log-probabilities of a sequence's tokens. ``alpha`` · NLL is added to the mean over pairs.
+    A pair has the chosen sequence y_w, the rejected sequence y_l, and the margin m = β·(l(y_w) − l(y_l)) − γ, where l
+    is the mean of the log-probabilities of a sequence's tokens. The loss of a pair is ``−(1 − ε)·log σ(m) − ε·log
+    σ(−m)``, where σ is the logistic function. ``alpha`` · NLL is added to the mean over pairs.
 
     Args:
-        alpha: weight of the NLL.
+        alpha: weight of the NLL, the mean negative log-probability of the tokens in the chosen sequences.
         compute_nll_loss: whether to add the NLL. The default is True, as in Liger-Kernel, although the paper does not
             add the NLL.
         label_smoothing: ε.
