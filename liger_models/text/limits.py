@@ -2,12 +2,12 @@
 
 jinja2's sandbox protects Python's objects from a template, but prevents neither endless loops nor gigabytes of text.
 `LimitedEnvironment` counts every step of a template before the step runs, and every character before it is produced.
-Counting works in every thread and needs no separate process. Each kind of code has its own way of counting:
+Counting works in every thread and needs no separate process. Where the work is counted depends on the kind of code:
 
-    loops, macros                            a node of the syntax tree that charges, as their first statement
-    texts joined by ~, slices, comparisons   a filter around them in the syntax tree
-    filters, calls, operators                where jinja2's sandbox calls them
-    outputs                                  ``finalize`` of jinja2
+    loops, macros                            in a statement that is inserted at the beginning of their bodies
+    texts joined by ~, slices, comparisons   in a filter that is inserted around them in the syntax tree
+    filters, calls, operators                in the methods by which jinja2's sandbox calls them
+    outputs                                  in the function ``finalize``, to which jinja2 passes every output
 """
 
 import functools

@@ -628,8 +628,8 @@ class Tokenizer:
         A template may mark answers by ``{% generation %}`` and ``{% endgeneration %}``. An answer may then have several
         parts, such as reasoning and text. Without these marks, an answer extends from the end of the generation prompt
         to the token that ends the turn. If the template writes no such token, the first special token of the next
-        message ends the turn. If there is no next message, the token with which one would begin is added at the end of
-        the text.
+        message ends the turn. If there is no next message, the token with which a next message would begin is added at
+        the end of the text.
 
         Args:
             messages, tools, chat_template, **variables: as for `apply_chat_template`, for one conversation.
@@ -662,9 +662,10 @@ class Tokenizer:
         Args:
             messages, tools, learned, **variables: as for `render_answers`.
             multi_turn: which answers each example has. "all" makes one example with all answers, as the template
-                renders the whole conversation. "last" makes one example with the last answer. "split" also makes one
-                example with all answers, unless the template changes earlier answers, for example by removing their
-                reasoning. Then each changed answer ends a separate example, which shows the answer as it was generated.
+                renders the whole conversation. "last" makes one example with the last answer. "split" makes one example
+                with all answers that the rendered conversation shows as they were generated. If the template changes
+                earlier answers, for example by removing their reasoning, further examples end with these answers and
+                show them as they were generated.
 
         Returns:
             The examples in the order of their answers. Each example lists the fields of messages that its text does not
