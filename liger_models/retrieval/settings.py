@@ -60,7 +60,7 @@ class EmbedderSettings:
 
     @classmethod
     def read(cls, name: str | os.PathLike[str], **options: Any) -> "EmbedderSettings | None":
-        """Read the settings of an embedding model. Returns None if the folder has no `MODULES`.
+        """Read the settings of an embedding model. Returns None if the folder has no ``modules.json``.
 
         Args:
             name: folder, or name of a repository on the hub.
@@ -93,8 +93,8 @@ class EmbedderSettings:
         Args:
             folder: the folder.
             hidden_size: C, the size of embeddings.
-            bidirectional: whether the model is bidirectional. For an adapter, only these files say so, not the
-                config.json of its base model.
+            bidirectional: whether the model is bidirectional. For an adapter, only these files store this setting,
+                because the config.json of the base model does not.
         """
         modules = ["Pooling", *["Normalize"] * self.normalize]
         pooling = {"word_embedding_dimension": hidden_size}

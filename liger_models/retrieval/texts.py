@@ -22,7 +22,7 @@ MULTIPLE = 64
 
 
 class EmptyTextError(ValueError):
-    """A text has no tokens."""
+    """Raised for a text without tokens."""
 
 
 def encode_texts(
