@@ -302,7 +302,7 @@ def prepare_paths(options: TrainOptions) -> None:
 
 
 def select_device(name: str | None) -> torch.device:
-    """Set and return the current device: ``name`` or, by default, the rank's accelerator if any, otherwise the CPU.
+    """Set and return the current device. The default is the rank's accelerator, or the CPU if there is no accelerator.
 
     Raises:
         ValueError: there is no such device, or several processes would share one device.
@@ -684,7 +684,7 @@ def load_frozen(name: str, device: torch.device, dtype: torch.dtype) -> CausalLM
 
 
 def bound_images(model: CausalLM, max_pixels: int | None) -> None:
-    """Set the maximum number of pixels per image, unless ``max_pixels`` is None.
+    """Set the maximum number of pixels per image. None for ``max_pixels`` changes nothing.
 
     Raises:
         ValueError: the model's processor has no such limit, or its minimum number of pixels exceeds ``max_pixels``.

@@ -34,8 +34,8 @@ class LigerMuon(LigerAdamW):
         W = W - lr λ W - lr s U         s = 0.2 sqrt(max(rows, columns)), or sqrt(max(1, rows / columns))
 
     The matrices are divided as in the Hugging Face checkpoint: q, k and v are three matrices, each with all of its
-    heads. Gate and up are two matrices, unless the checkpoint stores both in one tensor (Phi-3). Each expert has its
-    own matrices. A step therefore equals a step of ``torch.optim.Muon`` on the weights in transformers' layout.
+    heads. Gate and up are two matrices, or one matrix if the checkpoint stores them in one tensor (Phi-3). Each expert
+    has its own matrices. A step therefore equals a step of ``torch.optim.Muon`` on the weights in transformers' layout.
     `newton_schulz` multiplies in bfloat16 on accelerators, and in at least fp32 on the CPU.
 
     For DTensors (FSDP2, HSDP, tensor and expert parallelism), the ranks that hold shards divide the matrices among
@@ -43,9 +43,9 @@ class LigerMuon(LigerAdamW):
     (`SharedMatrices`). All ranks must call ``step``, and a parameter must have a gradient on all ranks or on none.
 
     Args:
-        model: the model. If it is to be sharded, shard it first. Its trainable parameters form three groups: the
-            matrices, which have ``momentum``; embeddings, the head and other parameters; vectors and biases, which
-            have no weight decay.
+        model: the model. If it is to be sharded, shard it first. Its trainable parameters form three groups: (1) the
+            matrices, which have ``momentum``, (2) embeddings, the head and all parameters in neither of the other two
+            groups, and (3) vectors and biases, which have no weight decay.
         lr: learning rate of the matrices. With "match_rms_adamw", use a learning rate that suits AdamW.
         weight_decay: λ for everything except vectors and biases.
         momentum: μ.
@@ -58,9 +58,9 @@ class LigerMuon(LigerAdamW):
         seed: seed of the stochastic rounding.
 
     Raises:
-        TypeError: the model is not one of this package.
-        ValueError: an option is out of range, or no matrix of the model is trained. Matrices of adapters do not count:
-            AdamW suits them better, because the model uses only the product of two of them.
+        TypeError: the model is not a model of this package.
+        ValueError: an option is out of range, or no matrix of the model is trained. Matrices of adapters do not count.
+            AdamW trains them, because the model uses only the product of two such matrices.
 
     Source: https://kellerjordan.github.io/posts/muon, https://arxiv.org/abs/2502.16982 ("match_rms_adamw").
     """

@@ -69,7 +69,7 @@ class Reference:
         self.model: CausalLM | None = None
 
     def prepare(self, load: Load) -> None:
-        """Load the reference model, unless it is the trained model without adapters."""
+        """Load the reference model if it is a separate model, not the trained model without its adapters."""
         if not self.by_adapters:
             self.model = load(self.name)
 
@@ -443,7 +443,7 @@ def add_metrics(total: Metrics, metrics: Metrics) -> None:
 
 
 def mean_metrics(total: Mapping[str, Tensor], prefix: str = "") -> dict[str, float]:
-    """Return the means of metrics over all ranks, except for metrics without summands. Every rank must call this."""
+    """Return the means of metrics over all ranks, without metrics that have no summands. Every rank must call this."""
     if not total:
         return {}
     # All metrics are in one collective, [metrics, 2]. Dividing both sums and counts by the number of ranks keeps

@@ -335,8 +335,8 @@ def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:
     Raises:
         TypeError: the optimizer is not a `LigerAdamW`, or it is a `LigerMuon`, whose step updates all parameters
             together.
-        RuntimeError: a parameter already has a gradient, or there are several processes and a parameter is not a
-            DTensor, which means that DistributedDataParallel would have to average its gradient.
+        RuntimeError: a parameter already has a gradient; or there are several processes, and a parameter is not a
+            DTensor. DistributedDataParallel would average the gradient of this parameter too late.
 
     Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html.
     """

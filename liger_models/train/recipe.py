@@ -88,7 +88,7 @@ class Planner:
         self._steps: dict[tuple[str, torch.dtype, int], TrainingMemory] = {}
 
     def model(self, method: str, dtype: torch.dtype) -> CausalLM:
-        """Return the model on the meta device. It has LoRA adapters unless the method is "full"."""
+        """Return the model on the meta device. With methods other than "full", it has LoRA adapters."""
         if (method, dtype) not in self._models:
             model = AutoLigerModel.from_config(self.config, dtype=dtype, device="meta")
             if method != "full":
