@@ -9,15 +9,15 @@ routed experts. An engine never runs the last token of a completion, so this tok
 engine     payload
 =========  =========================================================================================================
 vLLM       ``CompletionOutput.routed_experts``: an array [N, H, K] of uint8, or of uint16 for more than 256 experts.
-           Its servers return ``choices[i].routed_experts``: the bytes of a file .npy with this array, in base64.
+           Its servers return ``choices[i].routed_experts``: the bytes of a .npy file with this array, in base64.
 SGLang     ``meta_info["routed_experts"]``: the bytes of an array [N, H, K] of int32, without its shape, in base64.
-           ``sglext.routed_experts`` is the same.
+           ``sglext.routed_experts`` has the same form.
 prime-rl   a dict with the bytes of the array in base64 (``data``), ``shape``, ``dtype`` and ``start``.
 =========  =========================================================================================================
 
-N is the number of tokens in prompt and completion, minus 1 for the last token, and minus the first ``start`` tokens,
-whose rows an earlier turn has returned (``routed_experts_prompt_start`` in vLLM, ``routed_experts_start_len`` in
-SGLang).
+N is the number of tokens in prompt and completion, without the last token and without the first ``start`` tokens. An
+earlier turn has returned the rows of the first ``start`` tokens. This number is called ``routed_experts_prompt_start``
+in vLLM, and ``routed_experts_start_len`` in SGLang.
 
 Source: vLLM 0.33.0 (``outputs.py``, ``model_executor/layers/fused_moe/routed_experts_capturer.py``,
 ``utils/serial_utils.py``), SGLang 0.5.23 (``srt/state_capturer``, ``srt/managers/detokenizer_manager.py``), prime-rl

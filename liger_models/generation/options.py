@@ -128,7 +128,7 @@ class Options(PromptInputs, total=False):
 
     Attributes:
         attention_mask: [B, T], nonzero for tokens and 0 for padding. Not allowed with a list of prompts. By default,
-            as in transformers, every ``pad_token_id`` is padding unless it is also a stop token.
+            as in transformers, all tokens that equal ``pad_token_id`` are padding if this id is not also a stop token.
         do_sample: whether to sample tokens instead of taking the most likely token. (False)
         temperature: positive divisor of the logits. (1)
         top_k: number of most likely tokens to sample from. Tokens that are as likely as the last of these are included,
