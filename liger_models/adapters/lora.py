@@ -247,7 +247,7 @@ class Original(NamedTuple):
     Attributes:
         layer: a linear layer with adapters, the adapters of experts, or None for experts without adapters.
         weights: the frozen weights, on the CPU.
-        stored: the submodule with the tensors of quantized experts except the codes; None for dense experts.
+        stored: the submodule that holds all tensors of quantized experts other than the codes; None for dense experts.
     """
 
     layer: LoRALinear | LoRAExperts | None

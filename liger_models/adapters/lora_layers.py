@@ -7,9 +7,9 @@ An adapter belongs to one matrix of the Hugging Face checkpoint (q_proj, gate_pr
 several of these matrices, and the weight map says which rows belong to each matrix.
 
 Under tensor parallelism, an adapter is sharded like its weight. If the weight is sharded by rows, B and m are also
-sharded by rows. If the weight is sharded by columns, A is also sharded by columns; then A x is a partial sum, and the
-layer's all-reduce sums B A x over the ranks. For replicated tensors, each rank computes only a part of the gradient,
-and these parts are summed::
+sharded by rows. If the weight is sharded by columns, A is also sharded by columns. In this case, A x is a partial sum,
+and the layer's all-reduce sums B A x over the ranks. For replicated tensors, each rank computes only a part of the
+gradient, and these parts are summed::
 
     weight by rows (q, k, v, gate, up)     B, m sharded     A replicated
     weight by columns (o, down)            A sharded        B, m replicated

@@ -461,7 +461,7 @@ class UnpackedModel(Node):
 
     @property
     def prepare_inputs_for_generation(self) -> Callable[..., dict[str, Any]]:
-        """The model's method of this name. PEFT replaces it during generation to add learned prompts.
+        """The method ``prepare_inputs_for_generation`` of the model. PEFT replaces it to add learned prompts.
 
         The ``generate`` of this package does not call this method.
         """
