@@ -7,8 +7,8 @@ loop runs instead.
 
 For most logits processors, the engine has an equivalent option (`OPTIONS`). If the list has any other processor, or
 another order, the engine calls the whole list after each step. The engine itself implements the stopping criteria for
-the length and for stop tokens. It asks all other criteria about each token, but only once every few steps, and discards
-the tokens after the one at which generation should have ended.
+the length and for stop tokens. It asks all other criteria about each token, but only once every few steps. Tokens after
+the one at which generation should have ended are discarded.
 """
 
 import functools
@@ -81,7 +81,7 @@ def with_stored_signature(method: Method) -> Method:
 
 
 class EngineGenerationMixin(GenerationMixin):
-    """Makes the engine compute the tokens of ``generate`` unless `fallback_reason` returns a reason."""
+    """Makes the engine compute the tokens of ``generate`` if `fallback_reason` returns None."""
 
     def _sample(
         self,

@@ -52,8 +52,8 @@ def find_documents(position_ids: Tensor) -> Tensor | None:
         position_ids: [B, T] integers.
 
     Raises:
-        ValueError: a position is neither 0 nor larger than the position before it. On a GPU this is a device-side
-            assertion.
+        ValueError: a position is neither 0 nor larger than the position before it. On a GPU, a device-side assertion
+            fails instead.
     """
     starts = position_ids == 0
     check_values(
