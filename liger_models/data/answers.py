@@ -156,8 +156,8 @@ class AnswerDataset(PackedDataset):
     Sequences are cut at ``length``, or before an image that does not fit. Examples whose prompt leaves no room for an
     answer are left out, and a warning reports their number.
 
-    Order, distribution over ranks, position and cache work as in `PackedDataset`, with examples instead of rows. The
-    last step of an epoch is filled up with the first examples of the epoch, unless ``complete`` is False.
+    Order, distribution over ranks, position and cache work as in `PackedDataset`, with examples instead of rows. If
+    ``complete`` is True, the last step of an epoch is filled up with the first examples of the epoch.
 
     Args:
         source: files or another source with a length; see `PackedDataset`.

@@ -51,10 +51,10 @@ class PackedDataset(IterableDataset[Batch]):
 
     Args:
         source: a file, a folder of files, a list of paths, a data set of `datasets` or PyTorch, or any other iterable.
-            Files with the endings .jsonl, .ndjson and .json have one example per line, or .json an array of examples.
-            Files with the ending .txt have one text per line. Files with the endings .csv and .tsv have the names of
-            the columns in the first line. All of these files may be compressed (.gz). Parquet (.parquet) and Arrow
-            (.arrow) files are also read.
+            Files that end in .jsonl or .ndjson have one example per line. Files that end in .json have one example per
+            line, or an array of examples. Files that end in .txt have one text per line. Files that end in .csv or .tsv
+            have the names of the columns in the first line. All of these files may be compressed (.gz). Parquet files
+            (.parquet) and Arrow files (.arrow) are also accepted.
         tokenizer: the tokenizer of the model, or the model's processor (``model.processor``), which also takes images
             and, for Qwen-VL, videos.
         length: number of tokens in a row.
@@ -186,7 +186,7 @@ class PackedDataset(IterableDataset[Batch]):
 
     @property
     def rows(self) -> PackedRows:
-        """All rows of the epoch, for samplers and engines that distribute rows themselves. `collate` batches them.
+        """All rows of the epoch, for samplers and engines that distribute rows themselves. `collate` makes batches.
 
         Raises:
             ValueError: the source is a stream.

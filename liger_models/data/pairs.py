@@ -196,8 +196,8 @@ class PairDataset(PackedDataset):
     For embedding models, the texts are all queries, followed by the document of each query, followed by all negative
     documents. For rerankers, the texts are prompts, one for each document.
 
-    Order, distribution over ranks, position and cache work as in `PackedDataset`, with examples instead of rows. The
-    last step of an epoch is filled up with the first examples of the epoch, unless ``complete`` is False.
+    Order, distribution over ranks, position and cache work as in `PackedDataset`, with examples instead of rows. If
+    ``complete`` is True, the last step of an epoch is filled up with the first examples of the epoch.
 
     Args:
         source: files or another source with a length; see `PackedDataset`. The examples have one of these formats:

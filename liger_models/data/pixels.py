@@ -34,8 +34,8 @@ class RowMaker:
             and removes all labels of the document.
 
     Attributes:
-        broken: [WORKERS] int64. For each worker of this process, the number of documents that lost their labels, or
-            the number of examples that were replaced.
+        broken: [WORKERS] int64. For each worker of this process, the number of documents that lost their labels or, in
+            an `AnswerDataset`, the number of examples that were replaced.
     """
 
     def __init__(
