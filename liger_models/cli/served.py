@@ -20,10 +20,10 @@ class Server:
 
     Attributes:
         name, version: name and version of the server's package.
-        refused: maps each setting of adapter_config.json that makes the server refuse an adapter to advice for the
-            user.
-        ignored: maps each setting that the server does not read, so that its results would be wrong, to advice for
-            the user.
+        refused: maps settings of adapter_config.json to advice for the user. With any of these settings, the server
+            refuses the adapter.
+        ignored: maps settings of adapter_config.json to advice for the user. The server does not read these settings,
+            so its results would be wrong.
         patterns: strings that the server accepts for ``target_modules``; None if it accepts all.
         modules: last parts of the names of modules that can have adapters; None if all linear layers can.
         together: maps a module to modules that must also have adapters in the same layer, because the server stacks
