@@ -19,8 +19,8 @@ class LigerCrossEntropyLoss(nn.Module):
         label_smoothing: in [0, 1].
         reduction: "mean", "sum" or "none".
         softcap: logits become softcap · tanh(logits / softcap); None for no softcap.
-        return_z_loss, return_token_accuracy, return_predicted_tokens: whether to return a `CrossEntropyOutput` that
-            includes this result, instead of the loss alone.
+        return_z_loss, return_token_accuracy, return_predicted_tokens: whether to return a `CrossEntropyOutput` with the
+            z-loss, the token accuracy or the predicted tokens, instead of the loss alone.
     """
 
     weight: Tensor | None
