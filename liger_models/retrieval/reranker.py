@@ -129,10 +129,10 @@ def score(model: CausalLM, batch: Batch, answers: tuple[int, int]) -> Tensor:
 
 
 def answer_ids(tokenizer: Tokenizer, settings: RerankerSettings) -> tuple[int, int]:
-    """Return the token ids of ``yes`` and ``no``.
+    """Return the token ids of the answers ``yes`` and ``no`` in the settings.
 
     Raises:
-        ValueError: one of them is not a single token.
+        ValueError: an answer is not a single token.
     """
     ids = []
     for name in ("yes", "no"):
