@@ -82,7 +82,7 @@ class Dropout(nn.Dropout):
 class LinearAdapters(nn.ModuleDict):
     """The adapters of a linear layer. The layer's weight [O, C] may consist of several checkpoint matrices.
 
-    The keys of this dict are the last components of the checkpoint matrices' names, such as ``q_proj``.
+    The keys of this `nn.ModuleDict` are the last components of the checkpoint matrices' names, such as ``q_proj``.
 
     Args:
         linear: the layer.

@@ -8,9 +8,9 @@ Let e_t be the embedding of token t, and h_t the normalized output of the model'
 The block can also draft tokens: it is a ``draft_model`` of `CausalLM.generate` and `CausalLM.rollout`.
 
 The block is of the same kind as the model's own blocks: in Qwen3.5 it has full attention, and in DeepSeek V3 it has
-experts. L is the model's own loss. L' is the cross entropy of the model's head on h'_t, where the target of token t is
-two positions ahead. L' is the mean over all tokens whose target is in the same document and is not ignored. Training
-does not materialize the logits.
+experts. L is the model's own loss. L' is the mean cross entropy of the model's head on h'_t, over all tokens whose
+target is in the same document and is not ignored. The target of a token is two positions ahead. Training does not
+materialize the logits.
 
 Source: https://arxiv.org/abs/2412.19437.
 """

@@ -156,7 +156,7 @@ class _Parts:
 
 
 def part_errors(ours: CausalLM, recorded: Trace, **inputs: Any) -> dict[str, dict[str, float]]:
-    """Compute the relative error of each part of a model, where every part gets the input of transformers' part.
+    """Compute the relative error of each part of a model. Every part gets the input of transformers' same part.
 
     An error in one block, norm, attention or MLP therefore causes no error in the parts that follow.
 

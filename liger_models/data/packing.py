@@ -30,7 +30,7 @@ def split_documents(sizes: Tensor, length: int, overflow: str, kept: Tensor | No
         kept: [n] int64, how many tokens of each document are used. A document with 0 used tokens has no piece.
 
     Returns:
-        Two tensors [pieces] int64. The index of a first token counts from the first document's first token.
+        Two tensors [pieces] int64. The index of a first token is relative to the first token of the first document.
     """
     starts = sizes.cumsum(0) - sizes
     if kept is not None:

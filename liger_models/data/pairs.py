@@ -177,7 +177,7 @@ class PairRows(AnswerRows):
 
     @property
     def are_scored(self) -> set[bool]:
-        """Whether the examples have scores: {True}, {False}, or {True, False} if only some examples have scores."""
+        """Whether examples have scores: {True}, {False}, or {True, False} if only some of the examples have scores."""
         ends = self.tokens.ends
         return {bool(self.tokens.ids[(int(ends[first - 1]) if first else 0) + 1]) for first in self.firsts}
 

@@ -1,4 +1,4 @@
-"""Models of this package as PEFT sees them: while a model has PEFT's adapters, it has the modules of transformers."""
+"""Models of this package as PEFT sees them. While a model has PEFT's adapters, its modules have transformers' names."""
 
 import sys
 from collections.abc import Mapping

@@ -484,7 +484,7 @@ def load_body(
         decoder: the model, whose head is tied.
         folder: the checkpoint.
         stored: the checkpoint's tensors by name. Tensors that belong to heads are not read.
-        draws: whether parameters whose tensors have mismatched shapes keep their random values.
+        draws: whether parameters keep their random values if their tensors have other shapes in the checkpoint.
 
     Raises:
         ValueError: tensors are missing or unexpected, or shapes do not match and ``draws`` is False.

@@ -50,7 +50,9 @@ class FusedDivergence(FusedLinearLoss):
 
 
 class FusedDistillationLoss(FusedDivergence):
-    """``weight_hard_loss · cross entropy + weight_soft_loss · divergence``, averaged over the tokens that have a label.
+    """``weight_hard_loss · cross entropy + weight_soft_loss · divergence``.
+
+    The loss is averaged over the tokens that have a label.
 
     Args:
         weight_hard_loss: weight of the cross entropy with the labels (the hard loss), which always has temperature 1.

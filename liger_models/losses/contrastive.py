@@ -10,8 +10,8 @@ temperature, and let p(i) be the index of the positive document of query i. The 
 In CoSENT, c_i is the cosine similarity of the two texts of example i. With Matryoshka dimensions, the loss is a sum
 over the numbers n in ``dimensions``; each term is the loss for the first n dimensions of the embeddings.
 
-The N x M matrix of similarities is never stored: the contrastive loss is `linear_cross_entropy` with the documents
-as the weight of a head, which computes the matrix in chunks of queries. CoSENT needs no matrix at all: if examples
+The N x M matrix of similarities is never stored. The contrastive loss is `linear_cross_entropy` with the documents as
+the weight of a head, and this op computes the matrix in chunks of queries. CoSENT needs no matrix at all: if examples
 are sorted by score, each example is followed by all examples with a higher score, so running sums suffice.
 
 Source: https://arxiv.org/abs/1807.03748 (InfoNCE), https://arxiv.org/abs/2205.13147 (Matryoshka),

@@ -133,7 +133,7 @@ class LigerFusedLinearDPOLoss(PairLoss):
             ref_input, ref_weight, ref_bias: the reference model's hidden states and its head's weight and bias. The
                 hidden size may differ from C.
             ref_log_probs: the reference model's log-probabilities of the tokens [2·pairs, T] or of the sequences
-                [2·pairs], given instead of the three arguments above.
+                [2·pairs], given instead of ``ref_input``, ``ref_weight`` and ``ref_bias``.
 
         Returns:
             Loss [] fp32 and `PreferenceMetrics`.

@@ -1,8 +1,8 @@
 """The files, apart from the weights, in which sentence-transformers describes an embedding model or a reranker.
 
-``modules.json`` lists the modules. The first is the transformer, in the folder itself. It is followed by pooling and
-normalization or, for a reranker, by the score; each of these has a ``config.json`` in a subfolder.
-``config_sentence_transformers.json`` has the prompts.
+``modules.json`` lists the modules. The first module is the transformer, whose files are in the folder itself. In an
+embedding model, pooling and normalization follow. In a reranker, the score follows. Each module after the first has a
+``config.json`` in a subfolder. ``config_sentence_transformers.json`` has the prompts.
 """
 
 import json

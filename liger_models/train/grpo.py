@@ -336,7 +336,7 @@ def load_function(name: str) -> Reward:
 
 
 def has_room(model: CausalLM) -> bool:
-    """Return whether every rank has free memory for two 16-bit copies of all parameters; sampling uses one half."""
+    """Return whether every rank has free memory for a 16-bit copy of all parameters, and as much again for sampling."""
     # All ranks must make the same decision. Parameters take two bytes per element, and sampling needs the same amount
     # of memory.
     free = free_memory(model.device)

@@ -79,7 +79,7 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
 
 
 class Log:
-    """The log on the screen, in log.jsonl, in TensorBoard and in W&B. Counts tokens and measures time per log line.
+    """The log on the screen, in log.jsonl, in TensorBoard and in W&B. Counts tokens and measures time for each line.
 
     Only rank 0 writes the log.
 

@@ -200,7 +200,11 @@ class EmbedObjective(RetrievalObjective):
         return {"loss": pair(total, number), **metrics}
 
     def finish_evaluation(self, device: torch.device) -> Metrics:
-        """Compute recall@k and nDCG over the evaluation's documents; for scored pairs, rank correlation and nDCG."""
+        """Compute the metrics of an evaluation.
+
+        For contrastive data, these are recall@k and nDCG over all documents of the evaluation. For scored pairs, these
+        are the rank correlation and nDCG.
+        """
         queries, documents, keys, targets, scores, groups = (list[Tensor]() for _ in range(6))
         for embeddings, batch in self.evaluated:
             size = len(batch["counted"])
