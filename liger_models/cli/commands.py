@@ -460,7 +460,7 @@ def train(ctx: typer.Context) -> None:
 
     A YAML or JSON file may hold the options: **train config.yaml --lr 1e-5**.
 
-    This runs on one device. For several: torchrun --nproc-per-node 8 -m liger_models.train config.yaml
+    This runs on one device. For several devices: torchrun --nproc-per-node 8 -m liger_models.train config.yaml
     """
     from liger_models.train.loop import main
 

@@ -262,7 +262,7 @@ class Checkpoint(Loading):
         """Write a Hugging Face checkpoint: the tensors, the configuration, and all other files that were loaded.
 
         Args:
-            save_directory: created if it does not exist.
+            save_directory: the folder, which is created if it does not exist.
             is_main_process: whether this rank writes. The parameters of a sharded model are gathered from all ranks.
             state_dict: unsharded tensors to save instead of the parameters, by the names that ``state_dict()`` uses. If
                 the dict is empty, no tensors are written. Trainer passes an empty dict if DeepSpeed writes the tensors

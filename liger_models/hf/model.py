@@ -327,7 +327,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
         """Write a checkpoint without a head, which ``AutoModel`` loads.
 
         Args:
-            save_directory: created if it does not exist.
+            save_directory: the folder, which is created if it does not exist.
             is_main_process: whether this rank writes. The parameters of a sharded model are gathered from all ranks.
             state_dict: unsharded tensors to save instead of the parameters, by their names in the body.
             push_to_hub: whether to upload the folder afterwards; ``options`` are then arguments of the method
