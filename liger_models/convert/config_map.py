@@ -280,12 +280,12 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
 
 
 def flat_rope(hf: Mapping[str, Any], theta: float) -> dict[str, Any]:
-    """Convert a config.json with ``rope_parameters`` for each layer type to the older format.
+    """Convert a config.json whose ``rope_parameters`` has an object for each layer type to the older format.
 
-    The rope parameters of full attention become ``rope_theta`` and ``rope_scaling``, and the base of sliding
-    attention becomes ``rope_local_base_freq``. The key ``original_max_position_embeddings`` at the top level is
-    dropped. If ``rope_parameters`` is a single object for all layers, transformers ignores it. Its values must
-    therefore be the defaults of full attention.
+    The rope parameters of full attention become ``rope_theta`` and ``rope_scaling``, and the base of sliding attention
+    becomes ``rope_local_base_freq``. The key ``original_max_position_embeddings`` at the top level is dropped. If
+    ``rope_parameters`` is a single object for all layers, transformers ignores it. A single object is therefore
+    accepted only if its values are the defaults of full attention.
 
     Args:
         hf: the content of config.json.

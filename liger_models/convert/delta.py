@@ -58,9 +58,9 @@ class WeightDelta(NamedTuple):
 def hf_delta(model: Decoder, base: dict[str, Tensor], *, merge: bool = True, rank: int | None = None) -> WeightDelta:
     """Return how the weights have changed since the last call, and update ``base``.
 
-    The weights are the tensors of `hf_tensors`, rounded to the dtypes of ``base``. A receiver that applies the
-    changes with `apply_delta` has bitwise identical weights. If the model is sharded, all ranks must call this
-    function. Parameters are gathered and compared one at a time.
+    The weights are the tensors of `hf_tensors`, rounded to the dtypes of ``base``. After a receiver has applied the
+    changes with `apply_delta`, its weights are bitwise identical to these tensors. If the model is sharded, all ranks
+    must call this function. Parameters are gathered and compared one at a time.
 
     Args:
         model: the model, which may be sharded or have adapters; see `hf_tensors`.
@@ -113,8 +113,8 @@ def apply_delta(
 ) -> list[str]:
     """Apply changes from `hf_delta` to a receiver's weights in place. Returns the names of the changed tensors.
 
-    All checks run before anything changes. In a folder, all files with changed tensors are replaced at once; see
-    `liger_models.convert.folder.write_folder`.
+    All checks run before anything changes. If the target is a folder, all files with changed tensors are replaced at
+    once; see `liger_models.convert.folder.write_folder`.
 
     Args:
         target: tensors by name, such as the ``state_dict()`` of a transformers model, or the folder of a checkpoint.
@@ -175,7 +175,7 @@ def apply_delta(
 def checksum(tensor: Tensor) -> int:
     """Return a 64-bit checksum of a tensor's dtype, shape and bits. The checksum is the same on every device.
 
-    The finalizer of SplitMix64 mixes each 8-byte word with its position, and the results are added.
+    Each 8-byte word is mixed with its position by the finalizer of SplitMix64, and the results for all words are added.
     """
     data = tensor.detach().contiguous().flatten().view(torch.uint8)
     padding = -data.numel() % 8

@@ -123,7 +123,7 @@ class Encoding(ABC):
     def encode(self, files: Files, values: Tensor) -> dict[str, Tensor] | None:
         """Encode dense values with the scales in the file. Returns the tensors of the file by name.
 
-        Returns None if no codes represent the values exactly with these scales. Only some formats implement this
+        Returns None if, with these scales, no codes represent the values exactly. Only some formats implement this
         method.
         """
         return None
@@ -267,7 +267,7 @@ class PackedNVFP4(Encoding):
 
 @dataclass(frozen=True)
 class PackedInt4(Encoding):
-    """Codes [O, C / 8] int32, eight per element (lowest bits first), and floating-point scales [O, groups]."""
+    """Codes [O, C / 8] int32, eight codes in each int32 (lowest bits first), and floating-point scales [O, groups]."""
 
     format = "int4"
 
@@ -292,8 +292,8 @@ class PackedInt4(Encoding):
 class BitsAndBytes(Encoding):
     """Codes [O · C / 2, 1] uint8, with the first code in the upper half of a byte, and one scale for each 64 codes.
 
-    If the scales are quantized, too (``nested``), each scale is stored as a code. A scale is then computed from the
-    table entry for its code, multiplied by the factor of its block of scales, plus an offset.
+    If the scales are quantized, too (``nested``), each scale is stored as a code. The scale is then equal to the table
+    entry for this code, times the factor of the scale's block, plus an offset.
 
     Attributes:
         state: the content of the tensor ``quant_state``.
@@ -347,7 +347,7 @@ Read = Callable[[StoredTensor], Tensor]
 
 
 def recognize(stored: Stored, quantization: Mapping[str, Any], read: Read) -> Stored:
-    """Join the tensors of quantized weights.
+    """Join the tensors that store a quantized weight into one entry, for all quantized weights of a checkpoint.
 
     Args:
         stored: the tensors in the headers of the files, by name.

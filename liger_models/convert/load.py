@@ -215,7 +215,7 @@ def _headers_of_all(folder: Path) -> dict[str, StoredTensor]:
 def read_assets(folder: Path, hf_config: Mapping[str, Any]) -> dict[str, bytes]:
     """Read the files of a folder that are saved unchanged with the model, and return their contents by name.
 
-    If there are several chat templates, all of them are in tokenizer_config.json.
+    If the folder has several chat templates, the returned tokenizer_config.json contains all of them.
     """
     paths = {path for pattern in asset_patterns(hf_config) for path in folder.glob(pattern) if path.is_file()}
     contents = {path: _read_asset(path) for path in sorted(paths)}
@@ -490,11 +490,11 @@ def declared_dtype(hf_config: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def pick_map(maps: Sequence[WeightMap], stored: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> WeightMap:
-    """Choose the layout that matches the names of the tensors in a checkpoint best.
+    """Choose the layout whose tensor names best match the names in a checkpoint.
 
     The best layout is the layout with the most parameters that the checkpoint contains. If only some of a parameter's
-    tensors exist, the parameter counts as the fraction that exists. Among layouts with the same names, the layout with
-    the most matching shapes is chosen.
+    tensors exist, the parameter counts as a fraction: the share of its tensors that exist. Among layouts with the same
+    names, the layout with the most matching shapes is chosen.
 
     Args:
         maps: the weight map of each layout.

@@ -55,10 +55,10 @@ def save_pretrained(
     `liger_models.convert.folder.write_folder`. Other files in the folder are kept. If another process is saving to
     the same folder, this function waits.
 
-    In a process group, only rank 0 writes, and the other ranks that call this function wait for rank 0. If the model
-    is sharded, all ranks must call this function. Under torchrun, the ranks on rank 0's host then divide the files
-    among themselves. Each parameter is gathered only on the rank that writes it. This rank holds the tensors of about
-    one file at a time. The other ranks only send their shards.
+    If an unsharded model is saved in a process group, only rank 0 writes, and the other ranks that call this function
+    wait for rank 0. If the model is sharded, all ranks must call this function. Under torchrun, the ranks on the host
+    of rank 0 then write the files, each rank a part of them. Each parameter is gathered only on the rank that writes
+    it. This rank holds the tensors of about one file at a time. All other ranks only send their shards.
 
     Args:
         model: the model. Its ``hf_config`` and ``assets`` are saved, too.
@@ -211,7 +211,7 @@ class _Files(NamedTuple):
         self._publish(self._write_all)
 
     def save_together(self) -> None:
-        """Write sharded tensors. All ranks send their shards, and the ranks on the host of rank 0 write files."""
+        """Write sharded tensors. All ranks send their shards, and only ranks on the host of rank 0 write files."""
         # Rank 0 sends the other ranks the folder to write to and the owners of the files.
         order: list[Any] = [None]
 
@@ -279,8 +279,8 @@ def _config_json(model: Decoder, stored: CheckpointTensors, dtype: torch.dtype |
 def _owners(files: Mapping[str, Collection[str]], kept: Collection[str]) -> dict[str, int]:
     """Map each file to the rank that writes it.
 
-    The files are divided among the ranks on the host of rank 0. Files with kept tensors are written by rank 0, because
-    only rank 0 has these tensors.
+    The files are distributed over the ranks on the host of rank 0. Files with kept tensors are written by rank 0,
+    because only rank 0 has these tensors.
 
     torchrun numbers the ranks of a host consecutively, and an environment variable holds the number of ranks on the
     host. Ranks on other hosts may have no access to the folder.

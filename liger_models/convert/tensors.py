@@ -33,15 +33,16 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the model's weights, with the names and the layout of a Hugging Face checkpoint.
 
-    The tensors are bitwise identical to the tensors that `save_pretrained` writes, except that this function
-    dequantizes weights that are kept quantized. The order is: the vision tower (if any), the embedding, the layers,
-    the norm, and the head unless it is tied. The iterator can be passed to ``load_weights`` of vLLM and SGLang.
+    The tensors are bitwise identical to the tensors that `save_pretrained` writes, except for weights that the model
+    keeps quantized (``keep_quantized``): this function yields them dequantized. The order is: the vision tower (if
+    any), the embedding, the layers, the norm, and the head. A tied head is not yielded. The iterator can be passed to
+    ``load_weights`` of vLLM and SGLang.
 
-    If the model is sharded, all ranks must call this function and read the iterator to the end, because each
-    parameter is gathered when its first tensor is read. The memory holds the model, one gathered parameter (at most
-    the experts of a layer) and the last yielded tensor. Read all tensors before the next optimizer step. A tensor
-    with the layout and dtype of a parameter shares memory with the parameter, so do not write to it, and copy it if
-    you keep it.
+    If the model is sharded, all ranks must call this function and read the iterator to the end, because each parameter
+    is gathered when its first tensor is read. At any time, memory holds only the model, one gathered parameter (at most
+    the experts of a layer) and the last yielded tensor. Read all tensors before the next optimizer step. A tensor with
+    the layout and dtype of a parameter shares memory with the parameter, so do not write to it, and copy it if you keep
+    it.
 
     Args:
         model: the model, which may be sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
@@ -104,10 +105,10 @@ def hf_gradients(
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the gradients, with the names and the layout that `hf_tensors` uses for the weights.
 
-    Call this function after the backward and before the gradients are set to None. Parameters without a gradient,
-    such as frozen parameters, are skipped. Adapters are skipped as well, because they have no name in a checkpoint.
-    If the model is sharded, all ranks must call this function and read the iterator to the end. The yielded gradients
-    are unsharded. They are averaged over the ranks, like the gradients that the optimizer uses.
+    Call this function after the backward and before the gradients are set to None. Parameters without a gradient, such
+    as frozen parameters, are skipped. Adapters are skipped as well, because they have no name in a checkpoint. If the
+    model is sharded, all ranks must call this function and read the iterator to the end. The yielded gradients are
+    unsharded. Like the gradients that the optimizer uses, the yielded gradients are averaged over the ranks.
 
     Args:
         model: the model, which may be sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
@@ -147,11 +148,11 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
     changed. The tensors may have any layout that the model's checkpoints may have. If the model is sharded, all ranks
     must call this function, each with all tensors, and an error on one rank is raised on all ranks.
 
-    An iterable is read one tensor at a time. This function keeps each tensor until it has read all tensors of the
-    same parameter, so do not reuse the memory of a tensor before then. If the tensors are in the order of a
-    checkpoint, only the tensors of one parameter are kept at a time. An iterable is checked while it is read, so
-    after an error the model may have a mixture of old and new weights. The error message then says so. A mapping is
-    checked before anything changes.
+    An iterable is read one tensor at a time. This function keeps each tensor until it has read all tensors of the same
+    parameter, so do not reuse the memory of a tensor before then. If the tensors are in the order of a checkpoint, only
+    the tensors of one parameter are kept at a time. A mapping is checked before anything changes. An iterable is
+    checked while it is read, so after an error the model may have a mixture of old and new weights. In this case, the
+    error message says so.
 
     Args:
         model: the model, which may be sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
@@ -243,9 +244,9 @@ class CheckpointTensors(NamedTuple):
     def narrowed(self, model: Decoder) -> "CheckpointTensors":
         """Return a copy that stores parameters of `Layer.wide` in the dtype that they had in the checkpoint.
 
-        A parameter is stored in this dtype only if the other parameters have this dtype, and if the dtype represents
-        all values of the parameter exactly, for example because the model was not trained. If the model is sharded,
-        all ranks must call this function.
+        A parameter is stored in its checkpoint dtype only if the parameters outside of `Layer.wide` have the same
+        dtype, and if this dtype represents all values of the parameter exactly, for example because the model was not
+        trained. If the model is sharded, all ranks must call this function.
         """
         dtype = self.parameters["embed_tokens.weight"].dtype
         names = [name for name, read in model.read_dtypes.items() if name in self.parameters and read == dtype]
@@ -479,7 +480,10 @@ class _Names:
         self.read: set[str] = set()
 
     def accept(self, name: str, tensor: Tensor) -> WeightMap:
-        """Return the map of a layout with a tensor of this name and shape. Raises ValueError if there is none."""
+        """Return the map of a layout with a tensor of this name and shape.
+
+        Raises ValueError if no layout has such a tensor.
+        """
         where = "load_hf_tensors"
         if not isinstance(tensor, Tensor) or is_sharded(tensor) or tensor.dtype not in FLOATS.values():
             raise ValueError(

@@ -1,9 +1,9 @@
 """Weight maps: how a model's parameters correspond to the tensors of a Hugging Face checkpoint.
 
-For each of our parameters, a weight map has an expression over the names of the checkpoint's tensors. The expression
-packs these tensors into our parameter, and unpacks our parameter into these tensors. Expressions only move elements,
-so a round trip is bitwise identical in every dtype. Applied to meta tensors, an expression computes shapes. Quantized
-tensors are decoded before an expression is applied; see `convert.encodings`.
+A weight map has one expression for each of our parameters. The expression contains the names of checkpoint tensors. It
+packs these tensors into our parameter, and unpacks our parameter into these tensors. Expressions only move elements, so
+a round trip is bitwise identical in every dtype. If it is applied to meta tensors, an expression computes only shapes.
+Quantized tensors are decoded before an expression is applied; see `convert.encodings`.
 
     "layers.{i}.mlp.gate_up_proj.weight": Rearrange(
         "f two ... -> (f two) ...",
@@ -398,7 +398,10 @@ def fused_gate_up_rows(gate_up: str) -> Expression:
 
 
 def expert_rows(gate: str, up: str, down: str, experts: int) -> tuple[Expression, Expression]:
-    """Return two stacked weights of a layer's experts: fused gate and up, and down. ``{x}`` in names is the expert."""
+    """Return two stacked weights of a layer's experts: fused gate and up, and down.
+
+    ``{x}`` in names stands for the number of the expert.
+    """
     numbers = [str(x) for x in range(experts)]
     gate_up = Stack([gate_up_rows(gate.replace("{x}", x), up.replace("{x}", x)) for x in numbers], dim=0)
     return gate_up, Stack([down.replace("{x}", x) for x in numbers], dim=0)

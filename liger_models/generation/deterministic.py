@@ -20,11 +20,12 @@ from liger_models.layers.recompute import is_compiled
 def deterministic_forward(model: Decoder) -> Iterator[None]:
     """Context manager that makes each row's result bitwise identical to the result of a forward of this row alone.
 
-    If weights, dtype, device and software versions are the same, the log-probabilities of a forward in this context
-    are bitwise identical to the log-probabilities from ``rollout(..., deterministic=True)``. This holds for forwards
-    with ``return_log_probs=True``, for the losses of `losses.grpo`, and for `fused_linear_logprobs` without the
-    entropy. Packed, padded, chunked and continuous batches make no difference. The backward may run outside of the
-    context. It always uses the ordinary kernels, whose results depend on the batch.
+    If weights, dtype, device and software versions are the same, the log-probabilities of a forward in this context are
+    bitwise identical to the log-probabilities from ``rollout(..., deterministic=True)``. The log-probabilities may come
+    from a forward with ``return_log_probs=True``, from the losses of `losses.grpo`, or from `fused_linear_logprobs`
+    without the entropy. The result of a row does not depend on whether the batch is packed, padded, chunked or
+    continuous. The backward may run outside of the context. The backward always uses the ordinary kernels, so gradients
+    depend on the batch.
 
     Args:
         model: the model that runs in the context. It may have unmerged adapters, and may be sharded by FSDP.

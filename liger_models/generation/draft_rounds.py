@@ -8,8 +8,8 @@ a row with L cached tokens, the last token x_L and the drafts d_1 ... d_k, a rou
     h'_{L+i} = block(h_{L+i}, y_{i+1}), i < n              the first new draft comes from h'_{L+n-1}
     h'_{L+n} = block(h'_{L+n-1}, d'_1), ...                and each further draft comes from the one before it
 
-Each row accepts its own number of drafts. These numbers stay on the device, so a round can be captured as one CUDA
-graph.
+Each row accepts its own number of drafts. The numbers of accepted drafts stay on the device, so a round can be captured
+as one CUDA graph.
 
 Greedy decoding yields the same tokens with and without drafts. With seeds, the model and the block draw with the same
 noise, so sampling also yields the same tokens with and without drafts. Without seeds, a draft ``d`` is accepted with
@@ -84,7 +84,9 @@ class Round(NamedTuple):
 
 
 class DraftRound:
-    """A round for all rows of a `PagePool`. Like a `DecodeStep`, it is captured as a CUDA graph on its second call.
+    """A round for all rows of a `PagePool`.
+
+    Like a `DecodeStep`, a round is captured as a CUDA graph on its second call.
 
     Args:
         model_state: the result of `state_of` for the model.
@@ -148,8 +150,9 @@ class DraftRound:
     def resume(self, tokens: Tensor, counts: Tensor, seeds: Tensor, stops: Tensor) -> None:
         """Prepare a series of rounds. Call `PagePool.resume` first.
 
-        The drafts from the last round remain. If a slot now has another row, its drafts are unlikely to be accepted.
-        New tokens still follow the model's distribution, because these drafts have not been verified before.
+        Each slot keeps its drafts from the last round. If a slot now holds another row, the old drafts are unlikely to
+        be accepted. New tokens still follow the model's distribution, because the old drafts have not been verified
+        before.
 
         Args:
             tokens: [rows] int64, the last token of each row.

@@ -1,9 +1,9 @@
 """Conversion of recorded experts between the formats of inference engines and the format of this package.
 
-An engine that samples for a trainer returns the experts that its routers chose. The trainer's forward takes these
-experts as ``routed_experts``. Engines record one row [H, K] for each token that they run: K experts for each of the H
-blocks. Entries of blocks without routed experts are undefined. This package keeps only the entries of the L layers with
-routed experts. An engine never runs the last token of a completion, so this token has no row.
+An engine that samples for a trainer returns the experts that the model's routers chose. The trainer's forward takes
+these experts as ``routed_experts``. Engines record one row [H, K] for each token that they run: K experts for each of
+the H blocks. Entries of blocks without routed experts are undefined. This package keeps only the entries of the L
+layers with routed experts. An engine never runs the last token of a completion, so this token has no row.
 
 =========  =========================================================================================================
 engine     payload
@@ -16,8 +16,8 @@ prime-rl   a dict with the bytes of the array in base64 (``data``), ``shape``, `
 =========  =========================================================================================================
 
 N is the number of tokens in prompt and completion, without the last token and without the first ``start`` tokens. An
-earlier turn has returned the rows of the first ``start`` tokens. This number is called ``routed_experts_prompt_start``
-in vLLM, and ``routed_experts_start_len`` in SGLang.
+earlier turn has returned the rows of the first ``start`` tokens. The number ``start`` is called
+``routed_experts_prompt_start`` in vLLM, and ``routed_experts_start_len`` in SGLang.
 
 Source: vLLM 0.33.0 (``outputs.py``, ``model_executor/layers/fused_moe/routed_experts_capturer.py``,
 ``utils/serial_utils.py``), SGLang 0.5.23 (``srt/state_capturer``, ``srt/managers/detokenizer_manager.py``), prime-rl
@@ -120,7 +120,7 @@ def read_routing(
 
 
 def select_routing(model: Decoder, experts: Tensor) -> Tensor:
-    """Return the experts of layers with routed experts, with −1 where a token lacks K different experts in a layer.
+    """Return the experts of layers with routed experts. A token without K different experts in a layer gets −1 there.
 
     Args:
         model: a model with H blocks, L layers with routed experts and K experts for each token.

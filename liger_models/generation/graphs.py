@@ -1,13 +1,13 @@
 """Decoding steps, which compute one token per row. A step is captured as a CUDA graph and replayed for every token.
 
-A step launches hundreds of small kernels. The host takes longer to launch these kernels than a GPU takes to run them,
-but a graph needs only one launch. The kernels in the graph read the tokens, their positions and the cache from
-tensors at fixed addresses, so one graph serves all lengths up to the capacity of its cache.
+A step launches hundreds of small kernels. Launching these kernels one by one takes the host longer than running them
+takes the GPU. A graph needs only one launch. The kernels in the graph read the tokens, their positions and the cache
+from tensors at fixed addresses, so one graph serves all lengths up to the capacity of its cache.
 
-A step and its cache have a fixed number of rows and a fixed capacity in tokens, both rounded up. If a model is in
-eval mode, a few steps are kept for later calls; see `MOST_STEPS` and `MOST_MEMORY`. The steps are dropped when the
-model changes in a way that a captured step would not notice. New values in the same parameters are no problem.
-`release_steps` drops all steps at once.
+A step and its cache have a fixed number of rows and a fixed capacity in tokens, both rounded up. If a model is in eval
+mode, a few steps are kept for later calls; see `MOST_STEPS` and `MOST_MEMORY`. The steps are dropped when the model
+changes in a way that a captured step would not notice. Captured steps read the current values of the parameters, so an
+update of the parameters in place does not drop the steps. `release_steps` drops all steps at once.
 """
 
 import functools
@@ -135,7 +135,7 @@ def last_logits(model: Decoder, ids: Tensor, **options: Any) -> Tensor:
 
 
 class DecodeStep:
-    """The forward of one token per row. It is captured on its second call.
+    """The forward of one token per row. The second call captures it as a CUDA graph.
 
     The first call is an ordinary forward, which compiles kernels and lets libraries allocate their memory. If a step
     with the same shapes has run before, even the first call is captured.
@@ -224,9 +224,9 @@ class DecodeStep:
     def _prefill_padded(self, model: Decoder, batch: PromptBatch, repeats: int, is_captured: bool) -> Tensor:
         """Run a forward of prompts that are padded on the right.
 
-        If ``is_captured`` is True, the graph for this shape is replayed. If there is no such graph, a graph is
-        captured when prompts have this shape for the second time, because a capture takes at least as long as an
-        ordinary forward.
+        If ``is_captured`` is True, the graph for this shape is replayed. If there is no such graph, the first prompts
+        of this shape run in an ordinary forward, and the second prompts are captured, because a capture takes at least
+        as long as an ordinary forward.
         """
         B, length = batch.ids.shape
         self.cache.start(B, length, batch.mask, repeats)
@@ -383,7 +383,10 @@ def borrow_step(model: Decoder, state: ModelState, B: int, tokens: int) -> Itera
 
 
 def is_kept(model: Decoder) -> bool:
-    """Return whether steps of a model are kept for later calls. Only then is it worthwhile to capture prompts."""
+    """Return whether steps of a model are kept for later calls.
+
+    Capturing prompts is worthwhile only for steps that are kept.
+    """
     return model.groups.tensor is None and not any(module.training for module in modules_of(model))
 
 
@@ -395,9 +398,9 @@ def release_steps(model: Decoder) -> None:
 def can_capture(model: Decoder, state: ModelState | None = None) -> bool:
     """Return whether steps of a model run as CUDA graphs. ``state`` is the result of `state_of`, if it is known.
 
-    The model must be on one GPU or sharded by `apply_tp`, whose all-reduces are captured, too. There must be neither
-    compiled modules nor autocast. The only hooks may be those that `run_preparing_hooks` runs, and it must have run
-    them already.
+    The model must be on one GPU or sharded by `apply_tp`, whose all-reduces are captured, too. No module may be
+    compiled, and autocast must be off. Hooks are allowed only if `run_preparing_hooks` runs them and has already run
+    them.
     """
     device = model.device.type
     return (

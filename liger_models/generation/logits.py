@@ -34,8 +34,8 @@ def next_logits(
 ) -> Iterator[Callable[[int], Tensor]]:
     """Context manager that yields a function for computing the logits of the next tokens.
 
-    The function takes the number of filled columns and returns the logits [B, V] of the next column. Call the
-    function first with the prompts' length ``T``, then with ``T + 1``, and so on.
+    The function takes the number of columns that have tokens, and returns the logits [B, V] of the next column. Call
+    the function first with the prompts' length ``T``, then with ``T + 1``, and so on.
 
     Args:
         model: the model.
@@ -55,7 +55,10 @@ def next_logits(
     dynamic = [module.max_position_embeddings for module in rotary if isinstance(module.scaling, DynamicScaling)]
 
     def run(first: int, end: int, every: int, forward: Callable[..., Tensor], **options: Any) -> Tensor:
-        """Compute every ``every``-th row's logits after column ``end − 1``, and repeat them. Returns [B, V]."""
+        """Return the logits [B, V] after column ``end − 1``.
+
+        Of each ``every`` rows, one is computed and its logits are repeated.
+        """
         logits = forward(
             model, ids[::every, first:end], position_ids=positions[..., ::every, first:end],
             attention_mask=None if mask is None else mask[::every, :end], **options,

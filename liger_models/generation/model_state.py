@@ -1,7 +1,7 @@
 """The state of a model: everything that a captured forward depends on, except the values of tensors.
 
-Every call of `generate` asks for the state of its model before it launches anything. Describing a model takes about a
-millisecond, so a model is described again only if the address of an attribute has changed.
+Every call of `generate` asks for the state of its model before it launches anything. A description takes about a
+millisecond, so a model is described again only if the address of one of its attributes has changed.
 """
 
 from collections.abc import Hashable
@@ -94,7 +94,7 @@ class ModelState:
     def has_changed(self, modules: list[nn.Module]) -> bool:
         """Return whether the modules have changed since the last `observe`.
 
-        An attribute that was replaced by an equal value may count as a change.
+        Replacing an attribute with an equal value may count as a change.
         """
         return len(modules) != self._count or self._observed != self._observation(modules)
 

@@ -124,7 +124,7 @@ class Options(PromptInputs, total=False):
     """Keyword arguments of `generate` and `stream`, including the fields of `PromptInputs`.
 
     An option that is missing or None is read from the checkpoint: from generation_config.json, or else from
-    config.json. If neither has the option, the default in parentheses applies.
+    config.json. If neither file has the option, the default in parentheses applies.
 
     Attributes:
         attention_mask: [B, T], nonzero for tokens and 0 for padding. Not allowed with a list of prompts. By default,

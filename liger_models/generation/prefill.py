@@ -1,11 +1,11 @@
 """The forward of short prompts. It is captured as a CUDA graph and replayed for prompts of similar length.
 
-The host takes longer to launch the kernels of a short prompt than a GPU takes to run them, but a graph needs only one
-launch. Prompts are padded on the right to one of a few lengths, so that a graph serves several lengths. Since padding
-comes after all tokens, no token attends to it. The cache does not store padding. For recurrent layers, the padding of
-a row is a separate document, so the returned states are the states after the last token. Padding on the left is moved
-to the right, also for long prompts, so that prompts of different lengths need no attention mask. With a mask, the
-host would wait for the GPU, and flex_attention would be compiled again for some lengths.
+For a short prompt, launching the kernels one by one takes the host longer than running them takes the GPU. A graph
+needs only one launch. Prompts are padded on the right to one of a few lengths, so that a graph serves several lengths.
+Since padding comes after all tokens, no token attends to it. The cache does not store padding. For recurrent layers,
+the padding of a row is a separate document, so the returned states are the states after the last token. Padding on the
+left is moved to the right, also for long prompts, so that prompts of different lengths need no attention mask. If there
+were a mask, the host would wait for the GPU, and flex_attention would be compiled again for some lengths.
 """
 
 from contextlib import nullcontext

@@ -12,8 +12,8 @@ the length of the cache are not cached yet."""
 def cut_to_prefix(cache: DecodeCache, prompts: Tensor) -> None:
     """Shorten a cache to the leading columns that have the same tokens as the prompts.
 
-    The last column of the prompts is never included, because its logits must be computed. If the padding of a row has
-    changed, the prompts share no column with the cache. This function synchronizes with the device.
+    The last column of the prompts is never kept, because its logits must be computed. If the padding of a row has
+    changed, no column is kept. This function synchronizes with the device.
 
     Args:
         cache: an empty cache, or a cache for which `remember` was called.

@@ -314,7 +314,7 @@ def keep_eta(logits: Tensor, epsilon: float) -> Tensor:
 
 
 def _running_sums(share: Tensor, bound: float) -> tuple[Tensor, float]:
-    """Return the cumulative sums of probabilities [B, V] fp32, and ``bound`` with the scale that these sums have."""
+    """Return the cumulative sums of probabilities [B, V] fp32 in some unit, and ``bound`` in the same unit."""
     # On a GPU, only the integer cumsum is deterministic, and float sums depend on the number of rows.
     if torch.are_deterministic_algorithms_enabled() or is_batch_invariant():
         return (share.double() * 2**53).long().cumsum(1), int(bound * 2**53)

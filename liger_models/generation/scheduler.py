@@ -1,11 +1,11 @@
 """The scheduler of `rollout`. It decides which rows run, in which slots, and when prompts are computed.
 
 Prefills and steps alternate. A prefill is one forward of prompt tokens: either several whole prompts as packed
-documents, or a chunk of a long prompt. Then all rows whose prompt has been computed run some steps. Each step adds
-one token to every row. All values that a step reads are on the device, so the step can be captured as a CUDA graph
-under the same conditions as in `generate`. The host reads tokens and log-probabilities after several steps, and
-discards everything after a stop token. A prefill omits the last token of each prompt, so every new token comes from a
-step.
+documents, or a chunk of a long prompt. Then all rows whose prompt has been computed run some steps. Each step adds one
+token to every row. All values that a step reads are on the device, so the step can be captured as a CUDA graph under
+the same conditions as in `generate`. The host reads tokens and log-probabilities after several steps, and discards
+everything after a stop token. A prefill omits the last token of each prompt. The row's first step runs this token, so
+every new token comes from a step.
 
 A prefill waits until there are enough new prompts, because the host takes as long to launch a small prefill as a
 large prefill. When the queue is empty and rows end, a step with fewer rows is captured, provided that enough steps
@@ -184,7 +184,10 @@ class Scheduler:
     # Methods that compute prompts.
 
     def _prefill(self) -> None:
-        """Compute the missing prompts of all running rows, or wait if few are missing and more rows are queued."""
+        """Compute the uncached prompts of running rows.
+
+        If these are few and more rows are queued, wait for more rows instead.
+        """
         self._copy_prompts()
         new = [row for row in self.running if not row.is_ready]
         tokens = sum(len(row.tokens) - 1 - row.cached for row in new if row.source is None)
@@ -237,7 +240,10 @@ class Scheduler:
             row.cached = end
 
     def _fill_block(self, packed: Tensor, ahead: list[list[int]], **options: Any) -> CausalLMOutput:
-        """Run the model and the drafting block on tokens [1, T]. ``ahead`` holds, by row, each token's next token."""
+        """Run the model and the drafting block on tokens [1, T].
+
+        ``ahead`` holds, for each row, the token that follows each of the row's tokens.
+        """
         model, pool, draft = self.model, self.pool, self.draft
         assert draft is not None
         bounds, cached = options.pop("cu_seqlens", None), pool.length

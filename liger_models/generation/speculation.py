@@ -1,8 +1,8 @@
 """Speculative decoding: a draft proposes the next tokens, and one forward of the model verifies all of them.
 
-The model itself chooses every token, as it does without a draft. Each proposal that equals the model's choice saves a
-forward. After the first wrong proposal in any row, all rows discard their remaining proposals. With seeds, random
-draws depend only on a row's logits, so sampling yields the same tokens with and without a draft.
+The model itself chooses every token, as in generation without a draft. Each proposal that equals the model's choice
+saves a forward. After the first wrong proposal in any row, all rows discard their remaining proposals. With seeds,
+random draws depend only on a row's logits, so sampling yields the same tokens with and without a draft.
 
 Source: https://arxiv.org/abs/2211.17192.
 """
@@ -35,7 +35,7 @@ class Draft(Protocol):
     def keep(self, length: int, hidden: Tensor | None) -> None:
         """Discard the columns from ``length`` on.
 
-        ``hidden`` [B, C] holds the hidden states from which the model chose the tokens in the last column that remains.
+        The last column that remains holds tokens that the model chose from the hidden states ``hidden`` [B, C].
         """
 
 
@@ -75,7 +75,7 @@ class Columns:
         self.derived = DerivedTensors()
 
     def most(self, end: int, count: int) -> int:
-        """Return how many columns after ``end`` (at most ``count``) can run in the same forward as earlier columns.
+        """Return how many of the next ``count`` columns can run in the same forward as the columns before ``end``.
 
         The forward of the prompts runs no columns after the prompts. All columns of a forward use the rotary
         frequencies of the forward's last column. Therefore, a forward must not cross a column at which the
@@ -85,7 +85,7 @@ class Columns:
         return max(0, min(count if self.started else 0, self.alike_up_to - end, *limits))
 
     def run(self, ids: Tensor, end: int, **options: Any) -> Tensor:
-        """Return the logits of the uncached columns before ``end`` of ids [B, S].
+        """Run the columns of ids [B, S] that are before ``end`` and not cached yet, and return their logits.
 
         With ``return_logits=False``, return the hidden states of these columns instead.
         """

@@ -86,8 +86,8 @@ def train(options: TrainOptions, *, restarts: bool = False) -> None:
     """Train from the last checkpoint in ``options.output``, or from the start, and export the model.
 
     Every rank must call this function. If there is no process group, the function initializes one: with the processes
-    of torchrun or, without torchrun, with this process alone. After SIGINT (Ctrl-C) or SIGTERM the run saves a
-    checkpoint and exports nothing. A second signal ends the run at once.
+    of torchrun or, without torchrun, with this process alone. After SIGINT (Ctrl-C) or SIGTERM, the run saves a
+    checkpoint, ends, and exports nothing. A second signal ends the run at once.
 
     Args:
         options: the options of the run.
@@ -347,7 +347,10 @@ def make_mesh(options: TrainOptions, device: torch.device) -> DeviceMesh:
 
 
 def all_ranks(device: torch.device) -> DeviceMesh:
-    """Return a mesh of all ranks. Without a mesh, FSDP would shard over accelerators even if the run is on the CPU."""
+    """Return a mesh of all ranks.
+
+    If FSDP got no mesh, it would shard over the accelerators even in a run on the CPU.
+    """
     return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
@@ -424,10 +427,11 @@ class Progress:
         self.steps = options.steps or math.ceil(self._batches / options.accumulate) * objective.repeats
 
     def resume(self, start: int) -> None:
-        """Continue after step ``start``. The run ends with the last batch even if the size of a step has changed.
+        """Continue after step ``start``.
 
-        For example, suppose that a run over 40 batches has read 20 batches in 10 steps of 2 batches. If its steps now
-        have 4 batches, the run has 5 more steps, so `steps` becomes 15.
+        If a step now has another number of batches, `steps` is adapted to the remaining batches. For example, suppose
+        that a run over 40 batches has read 20 batches in 10 steps of 2 batches. If its steps now have 4 batches, the
+        run has 5 more steps, so `steps` becomes 15.
         """
         read_steps = self._batches_read() / self._options.accumulate * self._repeats
         if self._options.steps is None and read_steps != start:
@@ -446,7 +450,7 @@ class Progress:
 
     @property
     def epochs(self) -> float:
-        """Number of passes through the data that all steps of the run make together."""
+        """The number of passes through the data in the whole run."""
         if self._options.steps is None:
             return self._batches / len(self._data)
         return self.steps * self._options.accumulate / len(self._data) / self._repeats
@@ -501,8 +505,7 @@ class Updates:
     def step(self) -> tuple[float, Tensor | None]:
         """Update the parameters, and return the learning rate and the norm of the gradients before clipping.
 
-        The norm is None if the optimizer steps in the backward, because the gradients then never all exist at the
-        same time.
+        The norm is None if the optimizer steps in the backward, because the gradients are then freed one by one.
         """
         # Clipping needs the norm of the unscaled gradients, so the scale is removed first.
         self.scaler.unscale_(self.optimizer)
@@ -646,7 +649,8 @@ def start_kernels(options: TrainOptions, model: CausalLM, device: torch.device) 
 def needs_fsdp(options: TrainOptions, dtype: torch.dtype) -> bool:
     """Return whether the run needs FSDP: to shard the weights, or to convert them to the ``dtype`` of the computation.
 
-    On one device, FSDP would only copy weights that already have this dtype.
+    On one device, a run whose weights already have this dtype does not need FSDP, because FSDP would only copy the
+    weights.
     """
     is_quantized = any(getattr(options, name) for name in STORED)
     is_converted = not (options.dtype == "bfloat16" and dtype == torch.bfloat16)
@@ -707,7 +711,8 @@ def bound_images(model: CausalLM, max_pixels: int | None) -> None:
 def freeze_images(model: CausalLM) -> None:
     """Freeze the parameters that only process images, such as the vision tower's parameters.
 
-    Otherwise, these parameters would get zero gradients if they are sharded, and weight decay would shrink them.
+    If these parameters were trained and sharded, a batch without images would give them gradients of zero, and weight
+    decay would shrink them.
     """
     unreached = [layer for layer in layers_of(model.layers) if layer.needs_images]
     for module in [*unreached, *([] if model.visual is None else [model.visual])]:

@@ -1,4 +1,7 @@
-"""AdamW as one kernel launch for all parameters. It can run during the backward, and keep moments in host memory."""
+"""AdamW as one kernel launch for all parameters.
+
+The optimizer step can run during the backward, and the moments can be in host memory.
+"""
 
 import inspect
 from collections import Counter
@@ -121,7 +124,7 @@ class LigerAdamW(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Always False. ``torch.amp.GradScaler.step`` reads this, and thus unscales the gradients itself."""
+        """Always False, so that ``torch.amp.GradScaler.step`` unscales the gradients before it calls ``step``."""
         if self._backwards is not None:
             raise RuntimeError(
                 "LigerAdamW: a loss scale (GradScaler) needs all gradients before the step, got step_in_backward, "
@@ -320,10 +323,10 @@ def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:
     """Make the backward update each parameter as soon as its gradient is ready, and free the gradient right afterwards.
 
     The results are bitwise identical to the results of ``backward(); optimizer.step(); optimizer.zero_grad()``. The
-    last two calls may stay in the loop, as learning rate schedulers expect, although they have nothing left to do.
-    Methods that need all gradients at once do not work: clipping by the norm (it finds no gradients and does
-    nothing), loss scaling, and gradient accumulation (`step` raises an error). `step_in_backward` works with FSDP2,
-    but not with DistributedDataParallel, which averages gradients too late.
+    calls of ``step`` and ``zero_grad`` have nothing left to do. They may stay in the loop, because learning rate
+    schedulers expect a call of ``step``. Methods that need all gradients at once do not work: clipping by the norm (it
+    finds no gradients and does nothing), loss scaling, and gradient accumulation (`step` raises an error).
+    `step_in_backward` works with FSDP2, but not with DistributedDataParallel, which averages gradients too late.
 
     Args:
         optimizer: the optimizer of an ordinary loop. Under FSDP2 it must hold the parameters that ``fully_shard`` has

@@ -188,12 +188,12 @@ def estimate(
 ) -> TrainingMemory:
     """Estimate the memory of a step on this rank's device, for a model that FSDP shards.
 
-    Parameters, gradients and the optimizer's moments are counted at their size on this rank. Activations, the head,
-    and the weights that FSDP gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the
-    computation. Quantized weights are counted at their stored size. The temporary tensors of one matrix product are
-    added. For 4-bit weights, experts, and weights kept as in the checkpoint (``keep_quantized``), the temporary
-    tensor is the dense weight. For other float8 weights, the temporary tensors are the transposed weight and the
-    rounded rows of the input. On one device, nothing is gathered.
+    Parameters, gradients and the optimizer's moments are counted at their size on this rank. Activations, the head, and
+    the weights that FSDP gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation.
+    Quantized weights are counted at their stored size. The estimate includes the temporary tensors of one matrix
+    product with a quantized weight. If the weight is in 4 bits, belongs to experts, or is kept as in the checkpoint
+    (``keep_quantized``), the temporary tensor is the dense weight. For any other float8 weight, the temporary tensors
+    are the transposed weight and the rounded rows of the input. On one device, nothing is gathered.
 
     Args:
         model: the model as it is trained, but not sharded by `apply_tp`. It may be on the meta device.
@@ -322,7 +322,7 @@ def sample(model: CausalLM, prompt: str) -> str:
     """Greedily generate the continuation of a prompt or, if there is a chat template, the answer to the prompt.
 
     If the model is sharded, every rank must call this function. All ranks generate the same number of tokens, so that
-    no rank waits for a rank that has stopped. Tokens after a stop token are removed from the result.
+    no rank waits for a rank that has stopped. The result ends before the first token after a stop token.
     """
     tokenizer: Any = model.tokenizer
     if tokenizer.chat_template:

@@ -1,9 +1,10 @@
 """Training objectives for retrieval models: embedding models for queries and documents, and rerankers.
 
-The loss of a step compares all texts in all batches on all ranks, although a forward embeds only one batch of one
-rank. With several batches, gradients are cached (GradCache). All texts are first embedded without an autograd graph,
-and the gradient of the loss with respect to the embeddings is computed. Then each batch is embedded again with a graph,
-and its backward starts from the batch's part of this gradient. The results equal the results of one large batch.
+The loss of a step compares all texts in all batches on all ranks, although a forward embeds only one batch of one rank.
+If a step has several batches, the gradients of the embeddings are cached (GradCache): all texts are first embedded
+without an autograd graph, and the gradient of the loss with respect to the embeddings is computed. Then each batch is
+embedded again with a graph, and its backward starts from the batch's part of this gradient. The resulting gradients
+equal the gradients of one large batch.
 
 Source: https://arxiv.org/abs/2101.06983 (GradCache).
 """
@@ -76,8 +77,8 @@ class RetrievalObjective(Objective):
 class EmbedObjective(RetrievalObjective):
     """Trains an embedding model.
 
-    In contrastive training, queries move close to their documents. With scored pairs, the similarity of the two texts
-    of a pair moves toward the pair's score.
+    In contrastive training, the embedding of a query moves toward the embedding of its document. In training on scored
+    pairs, the similarity of the two embeddings of a pair moves toward the score of the pair.
     """
 
     has_head = False
@@ -202,8 +203,8 @@ class EmbedObjective(RetrievalObjective):
     def finish_evaluation(self, device: torch.device) -> Metrics:
         """Compute the metrics of an evaluation.
 
-        For contrastive data, these are recall@k and nDCG over all documents of the evaluation. For scored pairs, these
-        are the rank correlation and nDCG.
+        For contrastive data, the metrics are recall@k and nDCG over all documents of the evaluation. For scored pairs,
+        the metrics are the rank correlation and nDCG.
         """
         queries, documents, keys, targets, scores, groups = (list[Tensor]() for _ in range(6))
         for embeddings, batch in self.evaluated:
@@ -328,7 +329,7 @@ def _by_role(tensors: list[Tensor], sizes: list[int]) -> list[Tensor]:
 
 
 def _gather(x: Tensor) -> Tensor:
-    """Concatenate the tensors [n] or [n, C] of all ranks in rank order. Gradients are summed over the ranks."""
+    """Concatenate the tensors [n] or [n, C] of all ranks in rank order. The backward sums gradients over the ranks."""
     if not is_distributed() or world_size() == 1:
         return x
     if x.dtype == torch.bool:  # not every backend sends bool
@@ -378,7 +379,10 @@ def _mean_ndcg(scores: Tensor, relevance: Tensor, groups: Tensor) -> Metrics:
 
 
 def _spearman(first: Tensor, second: Tensor) -> Tensor:
-    """Compute Spearman's rank correlation of two tensors [n]. Equal values all get the mean of their ranks."""
+    """Compute Spearman's rank correlation of two tensors [n].
+
+    Each of several equal values gets the mean of the ranks that these values occupy.
+    """
 
     def ranks(x: Tensor) -> Tensor:
         _, inverse, counts = x.unique(return_inverse=True, return_counts=True)

@@ -40,8 +40,8 @@ class Visit:
 class Staging:
     """Copies optimizer moments from host memory to a GPU before each update, and back to host memory afterwards.
 
-    The moments pass through a ring buffer on the GPU. They are prefetched in the order of the parameter updates in
-    the last step. The copies run on separate CUDA streams, and the host never waits for them.
+    The moments pass through a ring buffer on the GPU. Moments are prefetched in the order in which the last step
+    updated the parameters. The copies run on separate CUDA streams, and the host never waits for them.
 
     Args:
         device: the GPU.

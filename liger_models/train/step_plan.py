@@ -41,10 +41,10 @@ The first bound for which a plan exists is used.
 class StepPlan:
     """The plan of a run's steps.
 
-    With ``options.memory``, the plan is the fastest plan within this budget. With ``options.checkpointing``, all
-    blocks have this policy. Without either option, the plan is the fastest plan that fits into the free memory of
-    the devices. The plan is stored in the folder of the run, and a run that resumes under the same conditions uses
-    it again. If a step nevertheless runs out of memory, `run` takes the next smaller plan and repeats the step. No
+    If ``options.memory`` is set, the plan is the fastest plan within this budget. If ``options.checkpointing`` is set,
+    all blocks use this checkpointing policy. If neither is set, the plan is the fastest plan that fits into the free
+    memory of the devices. The plan is stored in the folder of the run, and a run that resumes under the same conditions
+    uses it again. If a step nevertheless runs out of memory, `run` takes the next smaller plan and repeats the step. No
     plan changes the results.
 
     Every rank must make the same calls.
@@ -155,8 +155,8 @@ class StepPlan:
         """Plan the fastest step within a budget in bytes. All ranks get the same plan.
 
         The plan may put the optimizer step into the backward only if nothing needs all gradients at once: neither
-        clipping (``max_norm`` is inf), nor accumulation, nor a loss scale. With Muon, the plan keeps the momentum on
-        the device and the optimizer step after the backward, because Muon needs all gradients.
+        clipping (``max_norm`` is inf), nor accumulation, nor a loss scale. With Muon, the momentum stays on the device
+        and the optimizer step runs after the backward, because Muon needs all gradients.
         """
         options, model = self._options, self._model
         is_adamw, is_clipped = options.optimizer == "adamw", options.max_norm != math.inf
@@ -188,7 +188,8 @@ class StepPlan:
     def run(self, step: int, batches: Sequence[dict[str, Any]], work: Callable[[], Result]) -> Result:
         """Return ``work()``. If it runs out of memory, repeat it with smaller and smaller plans until it fits.
 
-        Batches, gradients and random numbers are the same in each attempt, so the results are the same, too.
+        Each attempt starts from the same batches, gradients and random numbers, so the result does not depend on the
+        number of attempts.
 
         Args:
             step: number of the step, for messages.
@@ -306,7 +307,7 @@ class StepPlan:
 
     @property
     def _conditions(self) -> dict[str, Any]:
-        """Options and sizes that determine the plan. If one of them has changed, a resumed run chooses a new plan."""
+        """Options and sizes that determine the plan. If any of them has changed, a resumed run chooses a new plan."""
         device = self._model.device
         total = 0
         if device.type in ACCELERATORS:
@@ -387,7 +388,7 @@ def _gigabytes(size: float) -> str:
 
 
 def _least(size: int | None) -> int | None:
-    """Return the smallest size on any rank; None if some rank has no size. Every rank must call this function."""
+    """Return the smallest of the sizes on all ranks; None if a rank has no size. Every rank must call this function."""
     sizes: list[int | None] = [None] * world_size()
     dist.all_gather_object(sizes, size)
     known = [each for each in sizes if each is not None]
