@@ -114,7 +114,8 @@ class CheckpointFormat:
     def module_map(self, config: Any) -> WeightMap:
         """Return the `WeightMap` with the names of transformers' modules in memory.
 
-        Saved adapters use these names. Older checkpoints of vision-language models use other names.
+        Saved adapters use these names. In older checkpoints of vision-language models, tensors have names other than
+        these.
         """
         return self._module_maps(config)[0]
 

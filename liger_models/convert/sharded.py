@@ -98,8 +98,8 @@ def gather_to(rank: int, tensor: "DTensor") -> Tensor | None:
 def _parts_to(rank: int, shape: torch.Size, mesh: Any, placements: Any) -> dict[int, Part] | None:
     """Return the part of a DTensor that each sender sends to ``rank``, as a dict from sender to part.
 
-    If several ranks hold equal parts, only one of them is a sender. Return None if a dimension is sharded twice and
-    unevenly, because PyTorch computes wrong offsets for such shards.
+    If several ranks hold equal parts, only one of them is a sender. The result is None if a dimension is sharded twice
+    and unevenly, because PyTorch computes wrong offsets for such shards.
     """
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset  # slow to import
 
@@ -293,7 +293,7 @@ def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
     """Find the rows of a parameter that belong to each matrix of the checkpoint.
 
     To find these rows, the function numbers all rows of the parameter, and unpacks a tensor of these numbers in the
-    same way as the parameter. Each matrix then contains the numbers of its rows.
+    same way as the parameter. Each unpacked matrix then contains the numbers of the rows that belong to it.
 
     Args:
         expression: the parameter's expression in the weight map.

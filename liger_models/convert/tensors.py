@@ -472,7 +472,10 @@ class _AdaptedWeight(nn.Module):
 
 
 class _Names:
-    """Finds the layout of checkpoint tensors that are read one by one. Each tensor narrows down the candidates."""
+    """Finds the layout of checkpoint tensors that are read one by one.
+
+    Each tensor narrows down the layouts in question.
+    """
 
     def __init__(self, maps: list[WeightMap], parameters: Mapping[str, Tensor]) -> None:
         empty = {name: torch.empty(parameter.shape, device="meta") for name, parameter in parameters.items()}
@@ -527,7 +530,7 @@ class _Names:
 
 
 def _owners(weights: WeightMap) -> tuple[dict[str, str], Counter[str]]:
-    """Map each checkpoint tensor to our name for its parameter, and each of our names to its number of tensors."""
+    """Return our name for the parameter of each checkpoint tensor, and the number of tensors for each of our names."""
     owners = {name: ours for ours, expression in weights.entries.items() for name in expression.names()}
     return owners, Counter(owners.values())
 

@@ -51,7 +51,10 @@ class Expression(ABC):
 
     @abstractmethod
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
-        """Compute the checkpoint's tensors, by name, from our tensor. They are views of our tensor if strides allow."""
+        """Compute the checkpoint's tensors, by name, from our tensor.
+
+        The results are views of our tensor if strides allow.
+        """
 
 
 class Name(Expression):
@@ -332,7 +335,7 @@ def attention_rows(theirs: str, parameter: str, config: Any) -> Expression:
 
 
 def tower_rows(theirs: str, parameter: str, heads: int, width: int) -> Expression:
-    """Return `attention_rows` for a vision tower's layer, whose numbers of query heads and KV heads are equal."""
+    """Return `attention_rows` for a layer of a vision tower, which has as many KV heads as query heads."""
     q, k, v = (f"{theirs}.{part}_proj.{parameter}" for part in "qkv")
     return qkv_rows(q, k, v, heads=heads, kv_heads=heads, head_dim=width // heads)
 

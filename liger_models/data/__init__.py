@@ -1,6 +1,7 @@
 """Training data: texts, chats and token ids are tokenized once and packed into batches. Runs can resume at any batch.
 
-At each stage of processing, an example has a different name. The last column names the modules::
+In the modules of this package, an example has a different name at each stage of processing. The last column names the
+modules::
 
     record      a line of a file, or a row of a table: a dict by column, or a text      sources
     example     a record with messages, a text or token ids                             formats

@@ -25,10 +25,11 @@ MULTIPLE = 64
 
 
 class AnswerEncoder(Encoder):
-    """Encodes each record as two documents: a chosen and a rejected answer, or an answer and its label (a number).
+    """Encodes each record as two documents.
 
-    The document of an answer consists of the prompt, without labels, and the answer. In a pair, only the first
-    document has the prompt's images.
+    For a pair, these are the chosen and the rejected answer. For a labeled answer, these are the answer and its label
+    (a number). The document of an answer consists of the prompt, without labels, and the answer. In a pair, only the
+    first document has the prompt's images.
     """
 
     def encode(self, records: Iterable[Record]) -> Iterator[Document]:
@@ -64,9 +65,9 @@ class AnswerEncoder(Encoder):
 class AnswerRows(PackedRows):
     """The sequence of an epoch's examples. `AnswerDataset` creates it.
 
-    An example is a dict with the documents ``first`` and ``second`` ([n] int32 each), and with pixels under the names
-    of the forward's arguments. With ``broken_media="skip"``, an example whose images cannot be decoded is replaced
-    with the next example of the source.
+    An example is a dict. Its entries ``first`` and ``second`` are documents ([n] int32 each), and its other entries are
+    the pixels, under the names of the forward's arguments. With ``broken_media="skip"``, an example whose images cannot
+    be decoded is replaced with the next example of the source.
     """
 
     def __init__(self, tokens: TokenFile, make_row: RowMaker, shuffle: bool, seed: int) -> None:
@@ -111,7 +112,10 @@ class AnswerRows(PackedRows):
         return len(self.kept)
 
     def _documents(self, number: int) -> tuple[Tensor, Tensor, list[Medium]]:
-        """Return an example's documents, cut at ``length`` or before an image that does not fit, and the images."""
+        """Return an example's documents and images.
+
+        Documents are cut at ``length`` or before an image that does not fit.
+        """
         start = int(self.tokens.ends[2 * number - 1]) if number else 0
         middle, end = self.tokens.ends[2 * number : 2 * number + 2].tolist()
         # Both documents begin with the same prompt, so the images in the first document determine where both are cut.
@@ -145,16 +149,16 @@ class AnswerRows(PackedRows):
 class AnswerDataset(PackedDataset):
     """Batches of answers for preference training: this rank's share of the examples, epoch after epoch.
 
-    An example is either a pair or a labeled answer. A pair has ``prompt``, ``chosen`` and ``rejected``, or no
-    ``prompt`` if both answers begin with the prompt. A labeled answer has ``prompt``, ``completion`` and ``label``.
-    The values are texts or messages, as in TRL's trainers. If the model's processor is passed, the messages of a
-    prompt may have images, in the forms that `PackedDataset` accepts. A batch holds the arguments of a forward. The
-    rows of a batch are all chosen sequences, followed by all rejected sequences. All rows are padded on the right.
-    Only answers have labels, and each sequence of a pair has the pixels of the prompt. A batch of labeled answers
-    also has ``preference_labels`` [rows] bool. Keys with the prefix ``kl_`` hold the same prompts with the same
-    pixels, but each prompt has the answer to the next prompt. From these rows, KTO estimates its KL divergence.
-    Sequences are cut at ``length``, or before an image that does not fit. Examples whose prompt leaves no room for an
-    answer are left out, and a warning reports their number.
+    An example is either a pair or a labeled answer. A pair has ``prompt``, ``chosen`` and ``rejected``. Without
+    ``prompt``, both answers must begin with the prompt. A labeled answer has ``prompt``, ``completion`` and ``label``.
+    The values are texts or messages, as in TRL's trainers. If the model's processor is passed, the messages of a prompt
+    may have images, in the forms that `PackedDataset` accepts. A batch holds the arguments of a forward. In a batch of
+    pairs, the rows are all chosen sequences, followed by all rejected sequences. All rows are padded on the right. Only
+    answers have labels. Both sequences of a pair have the pixels of the prompt. A batch of labeled answers also has
+    ``preference_labels`` [rows] bool. Its keys with the prefix ``kl_`` hold mismatched rows, from which KTO estimates
+    its KL divergence: the same prompts with the same pixels, but each prompt is followed by the answer to the next
+    prompt. Sequences are cut at ``length``, or before an image that does not fit. An example is left out if its prompt
+    leaves no room for an answer. A warning reports how many examples are left out.
 
     Order, distribution over ranks, position and cache work as in `PackedDataset`, with examples instead of rows. If
     ``complete`` is True, the last step of an epoch is filled up with the first examples of the epoch.

@@ -34,20 +34,20 @@ _NO_TARGETS = (
 class PackedDataset(IterableDataset[Batch]):
     """This rank's share of packed rows, epoch after epoch, in batches that hold the arguments of a model's forward.
 
-    A row contains whole documents and ends with padding, which has no labels. ``cu_seqlens`` contains the bounds of
-    all documents. The packing and the order of the rows depend only on the data, ``seed`` and the epoch. In each
-    step, the first ``batch_size`` rows go to rank 0, the next ``batch_size`` rows to rank 1, and so on. Therefore,
-    exactly one rank sees each row, all ranks have the same number of batches, and a run may resume with another
-    number of ranks. The last step of an epoch is filled up with rows of padding.
+    A row contains whole documents and ends with padding, which has no labels. ``cu_seqlens`` contains the bounds of all
+    documents. The packing and the order of the rows depend only on the data, ``seed`` and the epoch. In each step, the
+    first ``batch_size`` rows go to rank 0, the next ``batch_size`` rows to rank 1, and so on. Therefore, each row goes
+    to exactly one rank, all ranks have the same number of batches, and a run may resume with another number of ranks.
+    The last step of an epoch is filled up with rows of padding.
 
-    If the source has a length, as files do, the constructor tokenizes the source into a cache that later runs reuse.
-    Every rank must then call the constructor, and the first rank of each host does the work. An iterable without a
-    length is a stream: each rank (and each worker) reads the whole stream, tokenizes `WINDOW` examples ahead, and
-    shuffles only these examples.
+    If the source has a length, as files do, the constructor tokenizes the source into a cache that later runs reuse. In
+    this case, every rank must call the constructor, and the first rank of each host tokenizes. An iterable without a
+    length is a stream. Each rank and each worker reads the whole stream and tokenizes `WINDOW` examples ahead. Only
+    these examples are shuffled.
 
     An iteration starts at the beginning of the epoch, or at the position that `load_state_dict` has set. When the
-    iteration ends, the data set moves to the next epoch. A training loop that knows the number of batches may stop an
-    iteration right after the last batch. The next iteration then starts the next epoch, too.
+    iteration ends, the data set moves to the next epoch. If a training loop stops the iteration right after the last
+    batch of the epoch, the next iteration also starts the next epoch.
 
     Args:
         source: a file, a folder of files, a list of paths, a data set of `datasets` or PyTorch, or any other iterable.
@@ -197,12 +197,12 @@ class PackedDataset(IterableDataset[Batch]):
 
     @property
     def broken(self) -> int:
-        """The number of documents whose labels have been removed so far because their images could not be decoded."""
+        """The number of documents that have lost their labels so far because an image could not be decoded."""
         return int(self._make_row.broken.sum())
 
     @property
     def has_images(self) -> bool:
-        """Whether any document has an image; for a stream, whether documents may have images."""
+        """Whether any document has an image. For a stream, whether documents may have images."""
         if self._rows is None:
             return self.encoder.processor is not None
         return any(len(tokens.media) for tokens in self._rows.sources)
@@ -359,7 +359,7 @@ class PackedDataset(IterableDataset[Batch]):
         return collate(rows + [self._make_row([])] * (self.batch_size - len(rows)))
 
     def _identity(self) -> dict[str, Any]:
-        """Return the options and the checksum on which the meaning of a saved position depends."""
+        """Return the options and the checksum that must stay the same for a saved position to keep its meaning."""
         options = {"length": self.length, "overflow": self.overflow, "shuffle": self.shuffle, "seed": self.seed}
         return {**options, "documents, tokens and checksum": None if self._rows is None else self._rows.identity()}
 
@@ -369,7 +369,7 @@ class PackedDataset(IterableDataset[Batch]):
         return ", ".join(map(str, files[:3])) + ", ..." * (len(files) > 3) or f"the {type(self.source).__name__}"
 
     def _begin(self) -> None:
-        """Move to the start of an iteration: a loaded position, or the beginning of the current or next epoch."""
+        """Move to where an iteration starts: a loaded position, or the beginning of the current or the next epoch."""
         if self._is_finished():
             self.set_epoch(self.epoch + 1)
         elif not self._loaded:

@@ -97,7 +97,9 @@ class Skipped:
 
 
 class Encoder:
-    """Converts records to token ids. Based on its format, a record becomes an example, then a text, then a document.
+    """Converts records to token ids.
+
+    A record is converted in three steps: to an example, according to its format, then to a text, then to a document.
 
     Args:
         tokenizer: the tokenizer of the model, or its processor, which also takes images.
@@ -180,7 +182,10 @@ class Encoder:
     # Methods that convert a record to texts
 
     def _read(self, where: str, record: Any) -> Sequence[Text | Document]:
-        """Return a record's texts, with the spans of answers, or its documents if the record holds token ids."""
+        """Return a record's texts, with the spans of the answers.
+
+        If the record holds token ids, return its documents instead.
+        """
         if isinstance(record, str):
             return [Text(where, self._check_text(where, record), None, True)]
 
@@ -359,17 +364,18 @@ class Encoder:
             yield self._with_media(ids, item) if item.media else Document(ids)
 
     def _with_media(self, ids: "array[int]", text: Text) -> Document:
-        """Return the document of a text. The tokens of its images get no labels."""
+        """Convert a text to a document. The tokens of the text's images get no labels."""
         media = self.media.locate(text.where, ids, text.media, text.counts)
         return Document(array("i", (~token if token in self.media.token_ids else token for token in ids)), media)
 
     def _tokenize_long(self, text: str, spans: list[Span] | None) -> "array[int] | None":
         """Tokenize a long text with bounded memory. Returns None if the windows cannot be joined exactly.
 
-        Pre-tokenizers read from left to right, and a sequence of tokens is the BPE encoding of its text if each pair
-        of neighboring tokens is the BPE encoding of the pair's text. Two windows may therefore be joined at a token
-        in their overlap where both windows have the same tokens as the overlap tokenized alone. Only the tokens at
-        the ends of the overlap may differ, because they depend on the text outside of the overlap.
+        Pre-tokenizers read from left to right, and a sequence of tokens is the BPE encoding of its text if each pair of
+        neighboring tokens is the BPE encoding of the pair's text. The text is therefore tokenized in overlapping
+        windows, and each overlap is also tokenized alone. Two windows are joined in the middle of their overlap if the
+        middle has the same tokens in all three results. Tokens at the ends of the overlap may differ, because they
+        depend on the text outside of the overlap.
         """
         backend = self.tokenizer.backend
         if type(backend.model).__name__ != "BPE" or backend.model.dropout:
@@ -459,7 +465,7 @@ def open_reader(reader: Any) -> tuple[Tokenizer, MediaReader]:
 
 
 def drop_second_bos(tokenizer: Tokenizer, ids: Any) -> Any:
-    """Remove the BOS that the tokenizer added to the ids of a text, if the text itself begins with BOS.
+    """If a text itself begins with BOS, remove the BOS that the tokenizer added to the text's ids.
 
     Args:
         tokenizer: the tokenizer, which may add a BOS.
@@ -535,7 +541,7 @@ def check_rendered(where: str, fields: Sequence[str], on_unrendered: str) -> Non
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
-    """Return whether a message from `read_messages` is learned. False if any of its `WEIGHTS` is 0."""
+    """Return whether a message from `read_messages` is learned: True unless one of its `WEIGHTS` is 0."""
     return all(message.get(name, True) for name in WEIGHTS)
 
 
@@ -559,7 +565,10 @@ def _document_bounds(
     positions: Sequence[Any] | None,
     seen: Sequence[int],
 ) -> list[Span]:
-    """Return the bounds of the documents in packed token ids, given by ``seq_lengths`` or ``position_ids``."""
+    """Return the bounds of the documents in packed token ids.
+
+    ``seq_lengths`` or ``position_ids`` of the example give them.
+    """
     bounds = [0, size]
 
     # Lengths must add up to the number of tokens.
@@ -673,7 +682,10 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
 
 
 def _read_calls(where: str, number: int, calls: Any) -> list[Any]:
-    """Return a message's tool calls with arguments as objects. In OpenAI's format, arguments are JSON texts."""
+    """Return a message's tool calls, with arguments converted to objects.
+
+    In OpenAI's format, arguments are JSON texts.
+    """
     if isinstance(calls, str):
         with contextlib.suppress(ValueError):
             calls = json.loads(calls)
@@ -710,7 +722,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _media_in(part: Mapping[str, Any]) -> list[str]:
-    """Return the type and the keys of a message part that refer to an image, a video or audio."""
+    """Return those names that refer to an image, a video or audio, among the type and the keys of a message part."""
     names = [str(part.get("type")), *(key for key, value in part.items() if value is not None)]
     return [name for name in names if any(kind in name for kind in MEDIA)]
 

@@ -206,7 +206,7 @@ def _whole_prompt(where: str, record: Columns, prompt: Any) -> Any:
 
 
 def _with_system(where: str, record: Columns, prompt: Any) -> Any:
-    """Return messages that begin with the text of the column ``system``, unless they have this text already."""
+    """Return a prompt with the text of the column ``system`` in front, unless the prompt already contains this text."""
     system = record.get("system")
     if not system or not (isinstance(prompt, str) or is_messages(prompt)):
         return prompt  # the encoder raises an error for a prompt of another type
@@ -241,7 +241,7 @@ def _first(columns: Columns, names: str) -> Any:
 
 
 def _first_text(where: str, columns: Columns, names: str) -> Any:
-    """Return the value of the first of several columns that has a value; None if no column has one."""
+    """Return the first value found in several columns; None if no column has a value."""
     name = next((name for name in names.split("|") if columns.get(name) is not None), names)
     value = columns.get(name)
     if value is not None and not isinstance(value, str):
@@ -320,7 +320,7 @@ class Formats:
 
     @property
     def columns(self) -> list[str]:
-        """The columns to read. Without ``format``, they include the columns by which other formats are recognized."""
+        """The columns to read. If ``format`` is not set, they include the columns by which formats are recognized."""
         return sorted(_COLUMNS if self.format is None else FORMATS[self.format].names)
 
     def name(self, where: str, record: Any) -> str:
@@ -388,7 +388,7 @@ class Formats:
 
 
 def recognized_format(source: Any) -> str | None:
-    """Return the format name of a source's first record; None if it has no format or cannot be read.
+    """Return the format name of a source's first record; None if the record has no format or cannot be read.
 
     If the record fits the format of labeled answers, this format is returned. If the record fits a document format and
     another format, the document format is returned.

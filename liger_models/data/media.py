@@ -69,7 +69,10 @@ class FileState(NamedTuple):
             return None
 
     def holds(self, path: str | os.PathLike[str]) -> bool:
-        """Return whether a file is still in this state. If only the times differ, as for a copy, checksums decide."""
+        """Return whether a file is still in this state.
+
+        If only the times differ, as after copying, the checksums decide.
+        """
         status = os.stat(path) if os.path.isfile(path) else None
         if status is None or status.st_size != self.bytes:
             return False
@@ -227,7 +230,7 @@ class MediaReader:
         self.token_ids: set[int] = set() if processor is None else processor.media_ids
 
     def columns(self, example: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Return, for each kind of media, the images that an example has in separate columns, such as ``images``."""
+        """Return the images that an example has in separate columns, such as ``images``, for each kind of media."""
         # An example may have both a singular and a plural column. The images of the singular column come first.
         columns: dict[str, list[Any]] = {kind: [] for kind in self.kinds}
         for kind, column in columns.items():
@@ -238,7 +241,7 @@ class MediaReader:
         return columns
 
     def sources_in_text(self, where: str, text: str, columns: Columns) -> list[MediaSource]:
-        """Return the images that the model's placeholders in a text stand for, in order.
+        """Return the images for the model's placeholders in a text, in order.
 
         Raises:
             ValueError: the number of placeholders differs from the number of images.
@@ -256,9 +259,9 @@ class MediaReader:
     ) -> tuple[list[dict[str, Any]], list[MediaSource]]:
         """Return messages in the form that a chat template reads, and the images of the messages.
 
-        A message part of type "image" either contains an image or stands for the next image of a column. In a message
-        that is a text, ``<image>`` stands for the next image of the column. If nothing in the messages stands for the
-        images of a column, these images come before the text of the user's first message.
+        A message part of type "image" either contains an image or is the place of the next image of a column. In a
+        message that is a text, ``<image>`` is the place of the next image of the column. If the messages have no place
+        for the images of a column, these images come before the text of the user's first message.
 
         Args:
             where: where the example is, for errors.
@@ -370,7 +373,7 @@ class MediaReader:
         return text, None if spans is None else moved, [count for _, count in written]
 
     def locate(self, where: str, ids: Sequence[int], media: Sequence[Medium], counts: Sequence[int]) -> list[Medium]:
-        """Set, for each image, the positions of its first and last tokens in a document.
+        """For each image of a document, set the positions of its first and last tokens.
 
         Args:
             where: where the example is, for errors.
@@ -396,7 +399,7 @@ class MediaReader:
 
 
 def take(where: str, kinds: Sequence[str], columns: Columns) -> list[Any]:
-    """Return one image for each place in an example: the next image in the column of the same kind.
+    """For each place in an example, return the image for it: the next image in the column of the same kind.
 
     Args:
         where: where the example is, for errors.
@@ -431,7 +434,7 @@ def _split_marks(text: str, columns: Columns) -> list[dict[str, Any]]:
 
 
 def keep_whole(media: Sequence[tuple[int, int]], length: int) -> int:
-    """Return where to cut a document: at ``length``, or before an image that a cut at ``length`` would split.
+    """Return where to cut a document: at ``length`` or, if this would split an image, before this image.
 
     Args:
         media: for each image, the index of its first token and the index after its last token.

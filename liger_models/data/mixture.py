@@ -14,8 +14,8 @@ class MixedRows(PackedRows):
     """The rows of several data sets. In each epoch, a data set provides a given share of the rows.
 
     An epoch ends when the data set that is smallest relative to its share has been used up. In the next epoch, the
-    other data sets continue with rows that have not been used yet. When all rows of a data set have been used, it
-    begins again, in another order.
+    other data sets continue with rows that have not been used yet. When all rows of a data set have been used, they are
+    used again in another order.
 
     Args:
         parts: the rows of each data set. The epochs of the parts themselves are not used.
@@ -45,7 +45,7 @@ class MixedRows(PackedRows):
         return [part.tokens for part in self.parts]
 
     def identity(self) -> Any:
-        """Return the sizes, checksums and shares on which the meaning of an index depends."""
+        """Return sizes, checksums and shares. An index keeps its meaning only as long as these stay the same."""
         return [*(part.identity() for part in self.parts), self.shares]
 
     def has_targets(self) -> bool:
@@ -69,7 +69,7 @@ class MixedRows(PackedRows):
         return self.parts[int(parts[index])][int(rows[index])]
 
     def _choose(self) -> tuple[Tensor, Tensor]:
-        """Return two tensors [rows] int64: for each row of the epoch, its part and its index in this part."""
+        """Return two tensors [rows] int64: the part of each row of the epoch, and the row's index in this part."""
         parts, rows = [], []
         for number, (part, count) in enumerate(zip(self.parts, self.counts, strict=True)):
             # Rows that the part has provided since the first epoch are counted through all cycles of the part.

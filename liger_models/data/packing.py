@@ -21,7 +21,9 @@ WINDOW = 4096
 
 
 def split_documents(sizes: Tensor, length: int, overflow: str, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Split consecutively stored documents into pieces. Returns the first token and the size of each piece.
+    """Split documents that are stored one after another into pieces.
+
+    Returns the first token and the size of each piece.
 
     Args:
         sizes: [n] int64, the number of tokens of each document, at least 1.
@@ -75,7 +77,7 @@ def pack(sizes: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 def _best_fit(sizes: list[int], capacity: int) -> tuple[list[int], list[int]]:
     """Return the row of each piece and the first piece of each row. ``sizes`` must be descending.
 
-    If several rows have equal room, the row that reached this room last is used.
+    If several rows have the same room, the piece goes to the row that got this room last.
     """
     smallest = min(sizes, default=0)  # a row with less room is full
     row_of: list[int] = []
@@ -122,7 +124,10 @@ def seeded_generator(*seeds: int) -> torch.Generator:
 
 
 def _index_dtype(count: int) -> torch.dtype:
-    """Return the smallest dtype that holds numbers up to ``count``. A rank stores one such number for each document."""
+    """Return the smallest integer dtype for numbers up to ``count``.
+
+    A rank stores one number of this dtype per document.
+    """
     return torch.int32 if count < 2**31 else torch.int64
 
 
@@ -158,15 +163,15 @@ class PackedRows(Dataset[Batch]):
         return [self.tokens]
 
     def identity(self) -> Any:
-        """Return the sizes and checksums on which the meaning of an index depends."""
+        """Return sizes and checksums. An index keeps its meaning only as long as these stay the same."""
         images = [len(self.tokens.media), self.tokens.media_checksum] if len(self.tokens.media) else []
         return [self.tokens.documents, len(self.tokens.ids), self.tokens.checksum, *images]
 
     def _keep_whole(self, sizes: Tensor) -> Tensor:
         """Return how many tokens of each document are used, [documents] int64.
 
-        A document with images is cut at the end of a row or before an image that does not fit. It is left out if no
-        target remains.
+        A document with images is cut at the end of a row or before an image that does not fit. If this leaves no
+        target, the document is left out.
         """
         kept, ends = sizes.clone(), self.tokens.ends
         first, last = self.tokens.media.T.contiguous()
@@ -201,8 +206,8 @@ class PackedRows(Dataset[Batch]):
     def plan(self, epoch: int) -> None:
         """Select ``epoch``: indexing then returns the rows of this epoch.
 
-        The method is not named ``set_epoch``, because Accelerate would call a method with this name at the start of
-        each epoch, but not at the start of a resumed epoch.
+        The method is not named ``set_epoch``, because Accelerate calls methods with this name at the start of an epoch,
+        but not when an epoch is resumed.
         """
         if epoch != self.epoch and self.shuffle:
             self._packed = None

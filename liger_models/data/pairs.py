@@ -1,4 +1,4 @@
-"""Queries with documents, for embedding models and rerankers: pairs and triplets, or pairs of texts with scores."""
+"""Data for embedding models and rerankers: queries with their documents, or pairs of texts with scores."""
 
 import hashlib
 import itertools
@@ -117,8 +117,8 @@ def key_of(content: bytes) -> int:
 class PairEncoder(Encoder):
     """Encodes each record as one document that describes the record, followed by a document for each of its texts.
 
-    The first document contains the number of texts, whether the texts have scores, the 64-bit checksum of the query
-    as two integers, and the bits of the scores.
+    The first document contains four things: the number of texts, whether the texts have scores, the 64-bit checksum of
+    the query as two integers, and the bits of the scores.
     """
 
     texts: TextMaker
@@ -148,10 +148,13 @@ class PairEncoder(Encoder):
 
 
 class PairRows(AnswerRows):
-    """The sequence of an epoch's examples. An example has ``texts``, ``scores`` and its query's ``key``."""
+    """The sequence of an epoch's examples.
+
+    An example has ``texts``, ``scores`` and ``key``, a checksum of its query.
+    """
 
     def _with_answers(self) -> list[int]:
-        """Find where each example begins, and return the indices of all examples."""
+        """Return the indices of all examples, and store where the documents of each example begin."""
         self.firsts, ends, ids = list[int](), self.tokens.ends.tolist(), self.tokens.ids
         first = 0
         while first < len(ends):
@@ -177,7 +180,7 @@ class PairRows(AnswerRows):
 
     @property
     def are_scored(self) -> set[bool]:
-        """Whether examples have scores: {True}, {False}, or {True, False} if only some of the examples have scores."""
+        """Whether examples have scores: {True} if all do, {False} if none does, and {True, False} if only some do."""
         ends = self.tokens.ends
         return {bool(self.tokens.ids[(int(ends[first - 1]) if first else 0) + 1]) for first in self.firsts}
 
@@ -193,8 +196,8 @@ class PairDataset(PackedDataset):
     - ``scores`` fp32, if there are scores: [texts] for a reranker, otherwise [examples].
     - ``example`` [texts] int64: the index of the example to which each text belongs.
 
-    For embedding models, the texts are all queries, followed by the document of each query, followed by all negative
-    documents. For rerankers, the texts are prompts, one for each document.
+    For embedding models, the texts are ordered by kind: first all queries, then the document of each query, then all
+    negative documents. For rerankers, the texts are prompts, one for each document.
 
     Order, distribution over ranks, position and cache work as in `PackedDataset`, with examples instead of rows. If
     ``complete`` is True, the last step of an epoch is filled up with the first examples of the epoch.

@@ -66,7 +66,9 @@ class RowMaker:
         return row | make_pixels([medium for _, media in pieces for medium in media], self.processor, decoded)
 
     def count(self, error: BrokenMediaError, done: str) -> None:
-        """Count a document with a broken image or video. The first one causes a warning that ends with ``done``.
+        """Count a document with a broken image or video.
+
+        The first such document causes a warning, whose text ends with ``done``.
 
         Raises:
             BrokenMediaError: ``broken_media`` is "error".
@@ -82,7 +84,7 @@ class RowMaker:
 def make_pixels(
     media: Sequence[Medium], processor: Processor | None, decoded: "Sequence[Sequence[Image]] | None" = None
 ) -> dict[str, Tensor]:
-    """Return the inputs of a model's forward for the images and videos of a row; empty without a processor.
+    """Return the forward's inputs for the images and videos of a row. The result is empty if there is no processor.
 
     Args:
         media: the images and videos.

@@ -52,8 +52,7 @@ def preference_batch(
     """Return preference pairs as one batch: all chosen sequences, followed by all rejected sequences.
 
     The pairs may have any form that TRL's trainers take, or may already have passed through TRL's collators. A row
-    consists of a prompt and its answer, without padding before the prompt or before the answer. Only the answer has
-    labels.
+    consists of a prompt and its answer. There is no padding before or between them. Only the answer has labels.
 
     Args:
         pairs: a list of examples, or columns by name, in one of these forms:
@@ -162,7 +161,7 @@ def encode_pair(
     answers: Sequence[str] = ANSWERS,
     on_unrendered: str = "error",
 ) -> list[Answer]:
-    """Return the token ids of a prompt's chosen and rejected answers, or of the answers named in ``answers``.
+    """Return the token ids of a prompt's chosen and rejected answers, or of other answers if ``answers`` names them.
 
     Args:
         where: where the pair is, for errors.
@@ -251,7 +250,10 @@ def _read_ids(pair: Mapping[str, Any]) -> list[Answer]:
 
 
 def _encode_texts(pair: Mapping[str, Any], tokenizer: Tokenizer, answers: Sequence[str]) -> list[Answer]:
-    """Return the answers of a pair that holds texts. A token that spans prompt and answer belongs to the answer."""
+    """Return the answers of a pair that holds texts.
+
+    A token with characters of both the prompt and the answer belongs to the answer.
+    """
     eos = tokenizer.eos_token_id
     end = [] if eos is None else [eos]
     sequences = [tokenizer.encode(pair["prompt"] + pair[answer]) for answer in answers]

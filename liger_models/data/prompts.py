@@ -41,7 +41,7 @@ class PromptRows(AnswerRows):
         return [*range(len(self.tokens.ends))]
 
     def has_targets(self) -> bool:
-        """Return True, because the targets are sampled later."""
+        """Return True: every prompt has targets, which are sampled later."""
         return True
 
     def _read(self, number: int) -> Any:

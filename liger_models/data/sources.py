@@ -227,7 +227,7 @@ def _read_csv(path: Path) -> Iterator[Record]:
 
 
 def _numbers(record: Mapping[str, str]) -> dict[str, Any]:
-    """Convert texts to numbers or truth values in the `NUMBERS` columns of a CSV record."""
+    """In the `NUMBERS` columns of a CSV record, convert texts to numbers or truth values."""
     values = {}
     for name in {*NUMBERS} & record.keys():
         try:
@@ -290,7 +290,10 @@ def _read_table(path: Path, fields: Sequence[str]) -> Iterator[Record]:
 
 
 def _drop_nulls(value: Any) -> Any:
-    """Remove keys whose value is None. Tables add such keys to rows that lack them, but templates test for keys."""
+    """Remove keys whose value is None.
+
+    A table adds such a key to every row that lacks it, but chat templates test whether a key exists.
+    """
     if isinstance(value, Mapping):
         return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
     holds_mappings = isinstance(value, list) and any(isinstance(item, Mapping) for item in value)

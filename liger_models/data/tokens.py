@@ -95,10 +95,10 @@ class TokenFile:
         self.media = self._places[:, :2]
 
     def verify(self) -> None:
-        """Read all files except the contents of images, and compare their checksums.
+        """Read all files except the contents of images, and compare their checksums with the stored checksums.
 
-        A file is not read again if its time and size are the same as at its last verification. Other hosts that share
-        the cache, and later runs, therefore need not read the whole cache.
+        A file is not read again if its time and size are the same as at its last verification. Later runs, and other
+        hosts that share the cache, therefore need not read the whole cache.
 
         Raises:
             ValueError: a file has changed since it was written.
@@ -145,13 +145,13 @@ class TokenFile:
                     yield header["where"], header["path"]
 
     def is_outdated(self) -> bool:
-        """Return whether an image was replaced or removed, or a broken image was repaired."""
+        """Return whether, since the tokenization, an image was replaced or removed, or a broken image was repaired."""
         broken = self._broken.items()
         mended = (FileState.of(path) if state is None else not FileState(*state).holds(path) for path, state in broken)
         return any(mended) or any(self._changed_images())
 
     def media_in(self, start: int, end: int) -> list[Medium]:
-        """Return the images whose first token is in the range ``start`` to ``end`` - 1."""
+        """Return the images whose first token is at a position from ``start`` to ``end`` - 1."""
         if not len(self.media):
             return []
         first, last = torch.searchsorted(self.media[:, 0].contiguous(), torch.tensor([start, end])).tolist()
@@ -248,14 +248,14 @@ def default_cache() -> Path:
 
 
 def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | None, progress: bool) -> TokenFile:
-    """Return a source's tokens from the cache. If they are missing, each host's first rank tokenizes the source.
+    """Return a source's tokens from the cache. If the cache lacks them, each host's first rank tokenizes the source.
 
-    Every rank must call this function. An error on one rank is raised on all ranks. Ranks that have nothing to do
-    wait without a time limit for the ranks that tokenize. Hosts that share the cache, and other runs, wait for the
-    host that tokenizes. If a run was killed, tokenization continues after the run's last finished part. Tokens from
-    the cache are verified. If broken images are skipped and image files have changed, the source is tokenized again.
-    The result is written to a new folder next to the old folder, because a running process may be reading the old
-    folder. Before tokenizing, unfinished files of killed processes are deleted.
+    Every rank must call this function. An error on one rank is raised on all ranks. All other ranks wait for the ranks
+    that tokenize, without a time limit. If several hosts or runs share the cache, one host tokenizes and the others
+    wait. If a run was killed, tokenization continues after the run's last finished part. Tokens from the cache are
+    verified. If broken images are skipped and image files have changed, the source is tokenized again. The new tokens
+    are written to a new folder next to the old folder, because a running process may be reading the old folder.
+    Unfinished files of killed processes are deleted before the tokenization.
 
     Args:
         source: a result of `find_files`. It must not be a stream.
@@ -300,7 +300,10 @@ def _make_cache(cache: Path) -> None:
 
 
 def _newest(first: Path) -> Path:
-    """Return the folder of a source's latest tokenization. ``first`` is the folder of its first tokenization."""
+    """Return the folder of a source's latest tokenization.
+
+    ``first`` is the folder of the source's first tokenization.
+    """
     newest = first
     while (following := _following(newest)).is_dir():
         newest = following
@@ -308,7 +311,7 @@ def _newest(first: Path) -> Path:
 
 
 def _following(folder: Path) -> Path:
-    """Return the folder next to ``folder`` for the next tokenization of the same source: NAME.1, NAME.2, ..."""
+    """Return the folder for the next tokenization of the same source. It is next to ``folder``: NAME.1, NAME.2, ..."""
     return folder.with_suffix(f".{int(folder.suffix[1:] or 0) + 1}")
 
 
@@ -391,7 +394,7 @@ class _Timed:
 
 
 def _finished_parts(parts: Path) -> list[Path]:
-    """Return the finished parts in order. A part is named after the number of records before it."""
+    """Return the finished parts in order. The name of a part is the number of records before it."""
     finished, start = [], 0
     while (part := parts / str(start)).is_dir():
         finished.append(part)
@@ -445,7 +448,7 @@ def _documents(part: Path) -> Iterator[Document]:
 
 
 def _remove_leftovers(cache: Path) -> None:
-    """Delete unfinished folders of killed processes, and old parts, unless a process holds their lock."""
+    """Delete old parts, and unfinished folders of killed processes. What a process has locked is kept."""
     for lock in cache.glob(f".*{LOCK}"):
         # If another process holds the lock, a TimeoutError is raised, which is an OSError.
         with contextlib.suppress(OSError), WeakFileLock(lock, timeout=0.1):
@@ -466,7 +469,7 @@ def _remove_unfinished(parts: Path, lock: Path) -> None:
 
 
 def _fingerprint(source: Any, encoder: Encoder) -> str:
-    """Return a digest of the encoder and the source: its content or, for files, their paths, sizes and times."""
+    """Return a digest of the encoder and the source. Of files, it covers only the paths, sizes and times."""
     tokenizer = encoder.tokenizer
     made_by = [FORMAT, encoder.key, tokenizer.backend.to_str(), tokenizer.chat_template, tokenizer.special_tokens]
     if encoder.processor is not None:

@@ -38,8 +38,9 @@ def evaluating(modules: list[nn.Module]) -> Iterator[None]:
 def resharded(*models: Any) -> Iterator[None]:
     """Context manager that lets FSDP reshard all gathered parameters of the models on exit. A model may be None.
 
-    After a forward without a backward, FSDP keeps some parameters gathered. ``model.parameters()`` then returns the
-    gathered tensors, and an optimizer's updates to the gathered tensors would be lost.
+    After a forward without a backward, FSDP keeps some parameters gathered. While they are gathered,
+    ``model.parameters()`` returns the gathered tensors. If an optimizer updated these tensors, the updates would be
+    lost.
     """
     try:
         yield

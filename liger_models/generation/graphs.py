@@ -247,7 +247,10 @@ class DecodeStep:
         return logits
 
     def reserve(self, tokens: int, most: int) -> None:
-        """Make room for ``tokens`` tokens per row. A capacity that must grow is at least doubled, up to ``most``."""
+        """Make room for ``tokens`` tokens per row.
+
+        If the capacity must grow, it is at least doubled, but it never exceeds ``most``.
+        """
         if tokens > self.cache.capacity:
             self.cache.grow(min(max(tokens, 2 * self.cache.capacity), most))
             self.graph, self._called = None, False

@@ -74,7 +74,7 @@ class PromptBatch:
 
     @property
     def mask(self) -> Tensor | None:
-        """[B, length] int64, which is 0 for the padding; None for no padding."""
+        """[B, length] int64, which is 0 for padding and nonzero for tokens; None if there is no padding."""
         if self.is_whole:
             return None
         return (torch.arange(self.ids.shape[1], device=self.ids.device) <= self.last[:, None]).long()

@@ -68,7 +68,9 @@ def batch_prompts(
 
 
 def check_ids(model: Decoder, ids: Tensor) -> Tensor:
-    """Check ids, and return them on the model's device, [B, T] int64. Synchronizes with the device of the given ids.
+    """Check ids, and return them on the model's device, [B, T] int64.
+
+    The check synchronizes with the device of the ids.
 
     Raises:
         ValueError: ``ids`` does not have the shape [B, T], has no tokens, or has an id that the model does not have.

@@ -99,7 +99,10 @@ def refusal(model: Decoder, tokens: int, prompt: Sequence[int]) -> str | None:
 
 
 def cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> DecodeCache | str:
-    """Return a cache of the first token of ``prompt``, on the meta device, or the reason that `refusal` returns."""
+    """Return a cache of the first token of ``prompt``, on the meta device.
+
+    If `refusal` has a reason, return the reason.
+    """
     name, groups = type(model).__name__, model.groups
 
     # Attention layers must support pages, and rollouts must support the way in which the model is distributed.

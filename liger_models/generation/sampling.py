@@ -61,7 +61,7 @@ class Sampler:
         return self.restrict(self.process(ids, context, logits))
 
     def process(self, ids: Tensor, context: Tensor, logits: Tensor) -> Tensor:
-        """Apply to logits [B, V] the options that also affect greedy decoding."""
+        """Process logits [B, V] by the options that also affect greedy decoding."""
         settings, V = self.settings, logits.shape[1]
 
         # Penalize repeated tokens. Exclude tokens that would repeat a sequence, complete a bad word, or end a row too
@@ -106,7 +106,7 @@ class Sampler:
         return settings.temperature != 1 or any(getattr(settings, name) != UNFILTERED[name] for name in FILTERS)
 
     def restrict(self, logits: Tensor) -> Tensor:
-        """Apply to logits [B, V], the result of `process`, the options that affect only sampling."""
+        """Restrict logits [B, V], the result of `process`, by the options that affect only sampling."""
         settings = self.settings
         if not settings.do_sample:
             return logits

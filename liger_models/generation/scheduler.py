@@ -261,7 +261,10 @@ class Scheduler:
         return torch.cat([*row.experts, missing])[row.cached : end]
 
     def _copy_prompts(self) -> None:
-        """Give rows the cached prompt of their source row: share its full pages, and copy its last page."""
+        """Give rows the cached prompt of their source row.
+
+        They share its full pages, and get a copy of its last page.
+        """
         pages, rows = [], []
         for row in self.running:
             if row.source is None or row.source.cached < row.begin - 1:

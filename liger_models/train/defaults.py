@@ -27,7 +27,7 @@ OBJECTIVE_OF = {"preference": "dpo", "kto": "kto"}
 
 
 def choose_folder(options: TrainOptions) -> TrainOptions:
-    """Create an output folder if the user has named none, and return the options. Every rank must call this function.
+    """If the user has named no output folder, create one. Returns the options. Every rank must call this function.
 
     The new folder is named after the model and the data. If this folder exists, a number is appended to the name, so
     that no run is overwritten.
@@ -58,7 +58,7 @@ def choose_folder(options: TrainOptions) -> TrainOptions:
 
 
 def choose_objective(options: TrainOptions) -> TrainOptions:
-    """Choose an objective by the format of the data if the user has named none, and return the options.
+    """If the user has named no objective, choose one by the format of the data. Returns the options.
 
     If the data do not exist or cannot be read, the objective is sft. The error is raised later, when the data are read.
     """
@@ -73,7 +73,7 @@ def choose_objective(options: TrainOptions) -> TrainOptions:
 
 
 def choose_dtype(options: TrainOptions, computing: torch.dtype) -> TrainOptions:
-    """Choose a dtype for the weights under adapters if the user has named none, and return the options.
+    """If the user has named no dtype for the weights under adapters, choose one. Returns the options.
 
     The default is float32 if the checkpoint is in float32, and otherwise the dtype of the computation. A resumed run
     keeps the dtype with which it began.

@@ -238,7 +238,11 @@ class GRPOObjective(Objective):
         return targets_per_rank(batches) * world_size() if self.function.loss_type in TOKEN_MEANS else None
 
     def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
-        """See `Objective.loss`. ``batch`` caches log-probabilities of the sampling policy and the reference model."""
+        """See `Objective.loss`.
+
+        The first step on a batch stores in ``batch`` the log-probabilities of the sampling policy and of the reference
+        model.
+        """
         inputs = {name: tensor for name, tensor in batch.items() if name in INPUTS}
         replayed = {"routed_experts": batch["routed_experts"]} if self.replays else {}
 

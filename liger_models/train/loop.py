@@ -490,7 +490,7 @@ class Updates:
         return cosine(step, max(1, round(self._options.warmup * steps)), steps, self._options.min_lr)
 
     def resume(self, start: int) -> None:
-        """Set the current options in the optimizer again, because loading a state has replaced them."""
+        """Set the current options in the optimizer again. Loading a state has replaced them with the saved options."""
         if self._in_backward:
             step_in_backward(self.optimizer)
         self.scheduler.base_lrs = [group["lr"] for group in self._groups]
@@ -711,7 +711,7 @@ def bound_images(model: CausalLM, max_pixels: int | None) -> None:
 def freeze_images(model: CausalLM) -> None:
     """Freeze the parameters that only process images, such as the vision tower's parameters.
 
-    If these parameters were trained and sharded, a batch without images would give them gradients of zero, and weight
+    In a run without images, these parameters would otherwise get gradients of zero if they are sharded, and weight
     decay would shrink them.
     """
     unreached = [layer for layer in layers_of(model.layers) if layer.needs_images]

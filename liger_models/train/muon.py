@@ -204,7 +204,10 @@ class LigerMuon(LigerAdamW):
         torch.autograd.graph.increment_version([matrices[number] for number in active if is_sharded(matrices[number])])
 
     def _orthogonal(self, stacks: list[Tensor]) -> list[Tensor]:
-        """Return scaled orthogonal updates of stacks of matrices [k, n, c], batched by shape (up to transposition)."""
+        """Return scaled orthogonal updates for stacks of matrices [k, n, c].
+
+        Stacks whose matrices have the same shape up to transposition are computed as one batch.
+        """
         batches: dict[tuple[int, ...], list[int]] = {}
         for index, stack in enumerate(stacks):
             batches.setdefault(tuple(sorted(stack.shape[1:])), []).append(index)

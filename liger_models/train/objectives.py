@@ -69,7 +69,7 @@ class Reference:
         self.model: CausalLM | None = None
 
     def prepare(self, load: Load) -> None:
-        """Load the reference model if it is a separate model, not the trained model without its adapters."""
+        """Load the reference model, unless the trained model without its adapters is the reference model."""
         if not self.by_adapters:
             self.model = load(self.name)
 
@@ -239,7 +239,7 @@ class Compared(Objective):
         return super().eval_dataset(source, model, complete=self.formats != ("preference",), **options)
 
     def num_items(self, batches: list[Batch]) -> Tensor | None:
-        """Return None, because each batch has the same number of examples."""
+        """Return None. No common divisor is needed, because each batch has the same number of examples."""
         return None
 
     def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
@@ -443,7 +443,7 @@ def add_metrics(total: Metrics, metrics: Metrics) -> None:
 
 
 def mean_metrics(total: Mapping[str, Tensor], prefix: str = "") -> dict[str, float]:
-    """Return the means of metrics over all ranks, without metrics that have no summands. Every rank must call this."""
+    """Return the means of metrics over all ranks. Metrics without summands are left out. Every rank must call this."""
     if not total:
         return {}
     # All metrics are in one collective, [metrics, 2]. Dividing both sums and counts by the number of ranks keeps

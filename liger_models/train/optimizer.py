@@ -216,7 +216,7 @@ class LigerAdamW(torch.optim.Optimizer):
         return ((number, param, stream) for stream, (number, param) in enumerate(owners))
 
     def launch(self, parameters: Collection[Tensor]) -> None:
-        """Launch the update kernel on new tensors, once for each combination of a parameter dtype and a moment dtype.
+        """Launch the update kernel on newly created tensors, once per combination of parameter dtype and moment dtype.
 
         Args:
             parameters: parameters of the optimizer. For each combination, the new tensors have the shape of the first

@@ -56,7 +56,9 @@ def option(
 
 
 def check_options(options: Any) -> None:
-    """Check each field against its metadata (see `option`). In list fields, a path or str becomes a list of one item.
+    """Check each field against its metadata (see `option`).
+
+    In a list field, a single path or str is replaced with a list of this one item.
 
     Raises:
         ValueError: a value is not allowed.

@@ -322,7 +322,7 @@ def sample(model: CausalLM, prompt: str) -> str:
     """Greedily generate the continuation of a prompt or, if there is a chat template, the answer to the prompt.
 
     If the model is sharded, every rank must call this function. All ranks generate the same number of tokens, so that
-    no rank waits for a rank that has stopped. The result ends before the first token after a stop token.
+    no rank waits for a rank that has stopped. Tokens after a stop token are removed from the result.
     """
     tokenizer: Any = model.tokenizer
     if tokenizer.chat_template:
