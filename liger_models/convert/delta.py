@@ -1,4 +1,4 @@
-"""Deltas: the changes to a model's weights since an inference engine last received them, for the engine to apply.
+"""Deltas: the changes to a model's weights since an inference engine last received weights. The engine applies them.
 
 A step of reinforcement learning in bfloat16 changes only about 1 % of the elements, because most updates are smaller
 than half the distance between two neighboring bfloat16 values (https://arxiv.org/abs/2602.03839).

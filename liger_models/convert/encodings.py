@@ -1,9 +1,9 @@
 """How checkpoints store quantized weights: which tensors a format has in a file, and how they form a frozen weight.
 
 `recognize` uses the ``quantization_config`` in config.json to find the tensors that form one quantized weight, and
-joins them into one `StoredTensor`, which has the shape of the dense weight and an `Encoding`. The encoding reads rows
-of the weight, either dequantized or in the format of `FrozenWeight`. It also converts a `FrozenWeight` back to the
-tensors in the file.
+joins them into one `StoredTensor`. This `StoredTensor` has the shape of the dense weight and an `Encoding`. The
+encoding reads rows of the weight, either dequantized or in the format of `FrozenWeight`. The encoding also converts a
+`FrozenWeight` back to the tensors in the file.
 
 In memory, a byte holds the 4-bit codes of two neighboring columns, with the first column's code in the lower half. Each
 row has its own scales.

@@ -25,14 +25,15 @@ NEW = ".new"
 def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stale: Iterable[str] = ()) -> None:
     """Write either all of the new files to a folder or none of them. Other files in the folder are kept.
 
-    The files are first written to the folder ``.<name>.saving`` next to the target. A lock makes a second writer
-    wait. If a writer is killed, the next writer removes the files that were left behind. When all files are written,
-    the new folder is renamed to the target or, if the target exists, exchanged with it in one step.
+    The files are first written to the folder ``.<name>.saving`` next to the target. A lock makes a second writer wait.
+    If a writer is killed, the next writer removes the files that the killed writer left behind. When all files are
+    written, the new folder is renamed to the target or, if the target exists, exchanged with it in one step.
 
     Some folders can't be exchanged: the working directory, mount points, folders with subfolders, folders of another
-    owner, and folders on a file system that does not support exchanging. Files in such a folder are replaced one by
-    one. The file ``last`` is removed first and written last, so no reader mistakes a mixture of files for a complete
-    folder. If the writer is killed during this replacement, all new files are in the subfolder `NEW`.
+    owner, and folders on a file system that does not support exchanging. The files of such a folder are replaced one by
+    one. In this case, the file ``last`` is removed first and written last, so no reader mistakes a mixture of files for
+    a complete folder. Until all files are replaced, the subfolder `NEW` holds all new files, so none is lost if the
+    writer is killed.
 
     Args:
         folder: the folder, which is created if it does not exist.

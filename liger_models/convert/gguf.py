@@ -1,7 +1,7 @@
 """Writes a model and its tokenizer as a GGUF file for llama.cpp.
 
-The layout follows llama.cpp's ``convert_hf_to_gguf.py``. The script's class for an architecture shows which metadata
-llama.cpp reads, and for which tensors llama.cpp expects values that differ from the Hugging Face checkpoint. The
+The layout follows llama.cpp's ``convert_hf_to_gguf.py``. The script has a class for each architecture. The class shows
+which metadata llama.cpp reads, and which tensors must have other values than in the Hugging Face checkpoint. The
 package ``gguf`` provides the names, the quantizers and the writer.
 """
 
@@ -404,8 +404,8 @@ def pre_tokenizer(tokenizer: Any, content: dict[str, Any]) -> str:
 def _scores(bpe: dict[str, Any]) -> dict[str, float]:
     """Return a score for each token of a SentencePiece BPE. The BPE merges the pair with the highest score first.
 
-    The token of the first merge has the score 0, the token of the second merge -1, and so on. Tokens that are in no
-    merge have the lowest scores.
+    The token of the first merge has the score 0, the token of the second merge -1, and so on. Tokens that no merge
+    produces have the lowest scores.
     """
     merged = dict.fromkeys("".join(pair if isinstance(pair, list) else pair.split(" ")) for pair in bpe["merges"])
     others = [token for token in sorted(bpe["vocab"], key=bpe["vocab"].get) if not _is_reserved(token, bpe)]

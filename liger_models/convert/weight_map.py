@@ -2,7 +2,7 @@
 
 A weight map has one expression for each of our parameters. The expression contains the names of checkpoint tensors. It
 packs these tensors into our parameter, and unpacks our parameter into these tensors. Expressions only move elements, so
-a round trip is bitwise identical in every dtype. If it is applied to meta tensors, an expression computes only shapes.
+a round trip is bitwise identical in every dtype. An expression that is applied to meta tensors computes only shapes.
 Quantized tensors are decoded before an expression is applied; see `convert.encodings`.
 
     "layers.{i}.mlp.gate_up_proj.weight": Rearrange(
@@ -114,7 +114,7 @@ class Rearrange(Expression):
 
 
 class Cat(Expression):
-    """Several tensors that are concatenated along ``dim``. ``sizes`` are their lengths along ``dim``."""
+    """Several tensors that are concatenated along ``dim``. ``sizes`` are the lengths of these tensors along ``dim``."""
 
     def __init__(self, children: Sequence[Expression | str], dim: int, sizes: Sequence[int]) -> None:
         self.children = [_expression(child) for child in children]
@@ -163,7 +163,9 @@ class Stack(Expression):
 
 
 class Split(Expression):
-    """A checkpoint tensor that concatenates several parts. Our tensor combines the same parts in another way.
+    """A checkpoint tensor that concatenates several parts.
+
+    The expression ``parts`` combines these parts into our tensor.
 
     Args:
         child: the checkpoint's tensor.

@@ -1,8 +1,8 @@
 """Decoding steps, which compute one token per row. A step is captured as a CUDA graph and replayed for every token.
 
-A step launches hundreds of small kernels. Launching these kernels one by one takes the host longer than running them
-takes the GPU. A graph needs only one launch. The kernels in the graph read the tokens, their positions and the cache
-from tensors at fixed addresses, so one graph serves all lengths up to the capacity of its cache.
+A step launches hundreds of small kernels. The host needs more time to launch these kernels one by one than the GPU
+needs to run them. A graph needs only one launch. The kernels in the graph read the tokens, their positions and the
+cache from tensors at fixed addresses, so one graph serves all lengths up to the capacity of its cache.
 
 A step and its cache have a fixed number of rows and a fixed capacity in tokens, both rounded up. If a model is in eval
 mode, a few steps are kept for later calls; see `MOST_STEPS` and `MOST_MEMORY`. The steps are dropped when the model

@@ -1,6 +1,6 @@
 """The forward of short prompts. It is captured as a CUDA graph and replayed for prompts of similar length.
 
-For a short prompt, launching the kernels one by one takes the host longer than running them takes the GPU. A graph
+For a short prompt, the host needs more time to launch the kernels one by one than the GPU needs to run them. A graph
 needs only one launch. Prompts are padded on the right to one of a few lengths, so that a graph serves several lengths.
 Since padding comes after all tokens, no token attends to it. The cache does not store padding. For recurrent layers,
 the padding of a row is a separate document, so the returned states are the states after the last token. Padding on the

@@ -101,7 +101,7 @@ def refusal(model: Decoder, tokens: int, prompt: Sequence[int]) -> str | None:
 def cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> DecodeCache | str:
     """Return a cache of the first token of ``prompt``, on the meta device.
 
-    If `refusal` has a reason, return the reason.
+    If `rollout` does not support the model, return the reason instead, as `refusal` does.
     """
     name, groups = type(model).__name__, model.groups
 

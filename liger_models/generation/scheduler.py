@@ -7,9 +7,9 @@ the same conditions as in `generate`. The host reads tokens and log-probabilitie
 everything after a stop token. A prefill omits the last token of each prompt. The row's first step runs this token, so
 every new token comes from a step.
 
-A prefill waits until there are enough new prompts, because the host takes as long to launch a small prefill as a
-large prefill. When the queue is empty and rows end, a step with fewer rows is captured, provided that enough steps
-remain to make up for the time of the capture.
+A prefill waits until there are enough new prompts, because the host takes as long to launch a small prefill as a large
+prefill. When the queue is empty and rows end, a step with fewer rows is captured if the steps that remain save more
+time than the capture costs.
 
 Rows with the highest limit on new tokens start first, so that few rows run alone at the end. Rows with equal limits
 start in the order of their prompts. When pages run out, the rows that started last return to the front of the queue.
@@ -186,7 +186,7 @@ class Scheduler:
     def _prefill(self) -> None:
         """Compute the uncached prompts of running rows.
 
-        If these are few and more rows are queued, wait for more rows instead.
+        If these are few and more rows are queued, wait instead.
         """
         self._copy_prompts()
         new = [row for row in self.running if not row.is_ready]

@@ -1,4 +1,4 @@
-"""Checks that stop a run at the first log line after a non-finite loss or gradient, or when weights are not finite."""
+"""Checks that stop a run if weights are not finite, or at the first log line after a non-finite loss or gradient."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

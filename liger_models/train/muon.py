@@ -40,7 +40,8 @@ class LigerMuon(LigerAdamW):
 
     For DTensors (FSDP2, HSDP, tensor and expert parallelism), each matrix is assigned to one of the ranks that hold its
     shards. This rank gathers the matrix, computes its update, and sends the shards of the update back
-    (`SharedMatrices`). All ranks must call ``step``, and a parameter must have a gradient on all ranks or on none.
+    (`SharedMatrices`). All ranks must call ``step``. A parameter that has a gradient on one rank must have a gradient
+    on all ranks.
 
     Args:
         model: the model. If it is to be sharded, shard it first. Its trainable parameters form three groups: (1) the

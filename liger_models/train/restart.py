@@ -1,8 +1,8 @@
 """Restart of all processes of a run after one of them has run out of memory.
 
-The other processes are blocked in collectives and cannot leave them. Each process therefore replaces itself with a
-new process that has the same arguments. The run resumes with a smaller plan, from its last checkpoint or, if there
-is none, from the start.
+When one process runs out of memory, the other processes are blocked in collectives that they cannot leave. Each process
+therefore replaces itself with a new process that has the same arguments. The run resumes with a smaller plan, from its
+last checkpoint or, if there is none, from the start.
 """
 
 import multiprocessing
