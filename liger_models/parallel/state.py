@@ -192,7 +192,15 @@ def _remove_stale(folder: Path) -> None:
     # An old checkpoint counts as replaced only if the new checkpoint already has its name.
     replaced = [old for old in folder.glob("step-*.old") if old.with_suffix("").exists()]
     for stale in [*folder.glob(".step-*.tmp"), *replaced]:
-        shutil.rmtree(stale)
+        _remove(stale)
+
+
+def _remove(checkpoint: Path, **options: Any) -> None:
+    """Remove the folder of a checkpoint. If the user has moved the folder and left a link, remove only the link."""
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
+    else:
+        shutil.rmtree(checkpoint, **options)
 
 
 def _save_in_background(
@@ -245,12 +253,12 @@ def _publish(temporary: Path, checkpoint: Path, keep: int | None) -> None:
     pointer = folder / f".{LATEST}.tmp"
     pointer.write_text(checkpoint.name + "\n")
     pointer.replace(folder / LATEST)
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old, ignore_errors=True)
     steps = complete_checkpoints(folder)
     surplus = len(steps) - (keep or len(steps))
     for outdated in [step for step in steps if step != checkpoint][: max(surplus, 0)]:
         # A process that is killed in between leaves no part of a checkpoint under the name of a complete one.
-        shutil.rmtree(outdated.rename(folder / f".{outdated.name}.tmp"))
+        _remove(outdated.rename(folder / f".{outdated.name}.tmp"))
 
 
 def load_state(

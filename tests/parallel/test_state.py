@@ -289,6 +289,21 @@ def test_killed_while_it_deletes_an_outdated_checkpoint(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {*(f"step-0000000{step}" for step in (2, 3, 4)), "latest"}
 
 
+def test_checkpoints_that_were_moved_and_linked(tmp_path):
+    """As to a larger disk. Saving removes outdated and replaced links, and never the folders that they point to."""
+    model, elsewhere = Run({}).model, tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for step in (1, 2):
+        save_state(tmp_path / "run", step, model)
+        folder = tmp_path / "run" / f"step-{step:08d}"
+        folder.rename(elsewhere / folder.name)
+        folder.symlink_to(elsewhere / folder.name)
+    save_state(tmp_path / "run", 2, model)
+    save_state(tmp_path / "run", 3, model, keep=1)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"step-00000003", "latest"}
+    assert all((elsewhere / f"step-0000000{step}" / "shared.pt").is_file() for step in (1, 2))
+
+
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"")])
 def test_a_pointer_that_is_lost(tmp_path, damage):
     """As where the machine lost power. A run that began anew would write over its checkpoints."""
