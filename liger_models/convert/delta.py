@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from liger_models.common.replacing import replacing
-from liger_models.convert.files import open_safetensors, read_headers, read_tensor, some
+from liger_models.convert.files import CONFIG, open_safetensors, read_headers, read_tensor, some
 from liger_models.convert.folder import write_folder
 from liger_models.convert.tensors import get_hf_state_dict, hf_tensors
 from liger_models.distributed.ranks import raise_on_all_ranks
@@ -159,6 +159,8 @@ def apply_delta(
     files = sorted({stored[name].file for name in names})
 
     def write(new: Path) -> None:
+        if (folder / CONFIG).is_file():  # its new time tells a process that is loading the folder of the change
+            shutil.copy(folder / CONFIG, new / CONFIG)
         for file in files:
             tensors = load_file(file)
             inside = {name: tied.get(name, name) for name in names if stored[name].file == file}

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from liger_models import WeightDelta, apply_delta, get_hf_state_dict, hf_delta
+from liger_models import LigerLlama, WeightDelta, apply_delta, get_hf_state_dict, hf_delta
 from liger_models.adapters import LoRAConfig, apply_lora, quantize_base
 from liger_models.convert.delta import checksum
+from liger_models.convert.files import open_safetensors
 from liger_models.train.optimizer import LigerAdamW
 
 from ..late import transformers
@@ -77,6 +78,29 @@ def test_a_receiver_follows_the_steps_bit_for_bit(tmp_path: Path) -> None:
     assert whole / 2 < sizes[3] <= whole
     assert not any(name.endswith(":indices") for name in delta.tensors if "mlp" in name)
     assert not [path for path in tmp_path.iterdir() if path.name not in ("engine", "delta.safetensors")]
+
+
+def test_a_folder_is_not_loaded_while_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that loads the folder would otherwise get tensors from before and from after the change."""
+    model = tiny_llama()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    base = copied(get_hf_state_dict(model))
+    steps(model, 1e-3, count=1)
+    delta, opened = hf_delta(model, base), list[Path]()
+    files = [*tmp_path.glob("*.safetensors")]
+
+    def change_after_some_tensors(path: Path) -> Any:
+        opened.append(path)
+        if len(opened) == len(files) + 4:  # loading first reads the header of each file
+            apply_delta(tmp_path, delta)
+        return open_safetensors(path)
+
+    monkeypatch.setattr("liger_models.convert.files.open_safetensors", change_after_some_tensors)
+    with pytest.raises(OSError, match=r"must not be written to while it is loaded, got a new config.json. Load it"):
+        LigerLlama.from_pretrained(tmp_path, progress=False)
+    assert_same_bits(
+        dict(LigerLlama.from_pretrained(tmp_path, progress=False).named_parameters()), dict(model.named_parameters())
+    )
 
 
 @pytest.mark.parametrize("bits", [None, "nf4"])
