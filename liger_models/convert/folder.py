@@ -54,7 +54,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stal
             workplace.mkdir(parents=True, exist_ok=True)
 
         # Write to a folder that only this writer uses, on the same file system.
-        with _reserved(workplace / f".{folder.name}.saving", folder) as new:
+        with reserved(workplace / f".{folder.name}.saving", folder) as new:
             with reporting(folder):
                 write(new)
             names = {path.name for path in new.iterdir()}
@@ -112,7 +112,7 @@ def _must_stay(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _reserved(staging: Path, folder: Path) -> Iterator[Path]:
+def reserved(staging: Path, folder: Path) -> Iterator[Path]:
     """Wait for other writers, lock ``staging`` for this process, and create a folder in it to write to."""
     while True:
         # The lock is a file in `staging` that its owner removes at the end. While this process waited, the file may

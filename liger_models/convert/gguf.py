@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import os
-import tempfile
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from liger_models.convert.config_map import write_config
 from liger_models.convert.files import CONFIG, write_json
-from liger_models.convert.folder import reporting
+from liger_models.convert.folder import reporting, reserved
 from liger_models.convert.format import format_of
 from liger_models.convert.tensors import CheckpointTensors, as_stored
 from liger_models.distributed.ranks import run_on_rank_zero
@@ -115,9 +114,10 @@ RELEASED = {
 def save_gguf(model: Decoder, file: str | os.PathLike[str], quantization: str, *, name: str | None = None) -> None:
     """Write a model and its tokenizer as a GGUF file for llama.cpp.
 
-    The file is written beside its target and renamed when it is complete. Norms, biases and other one-dimensional
-    tensors are written in float32, and matrices in the given type. Matrices whose row length is not a multiple of 32
-    can't be in q8_0 and are written in f16, as in llama.cpp's converter.
+    The file is written beside its target and renamed when it is complete. If a process is killed, the next call with
+    the same target removes the files that it left behind. Norms, biases and other one-dimensional tensors are written
+    in float32, and matrices in the given type. Matrices whose row length is not a multiple of 32 can't be in q8_0 and
+    are written in f16, as in llama.cpp's converter.
 
     In a process group, only rank 0 writes, and the other ranks wait for it.
 
@@ -148,12 +148,12 @@ def save_gguf(model: Decoder, file: str | os.PathLike[str], quantization: str, *
     _check_weights(model, stored)
     _check_config(family, stored.config)
 
-    @reporting(path)
     def write() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as place:
+        with reporting(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with reserved(path.parent / f".{path.name}.saving", path) as place, reporting(path):
             # The package reads special tokens, the chat template and the model card from a folder.
-            folder = Path(place) / (name or path.stem)
+            folder = place / (name or path.stem)
             folder.mkdir()
             for asset, content in model.current_assets().items():
                 (folder / asset).write_bytes(content)
@@ -161,8 +161,8 @@ def save_gguf(model: Decoder, file: str | os.PathLike[str], quantization: str, *
             writer = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[ARCHITECTURES[family]]])
             _add_config(writer, family, stored.config, json.loads((folder / CONFIG).read_text()))
             _add_tokenizer(writer, model, stored.config.vocab_size, folder)
-            _write(writer, family, stored, quantization, folder, Path(place) / "new.gguf")
-            os.replace(Path(place) / "new.gguf", path)
+            _write(writer, family, stored, quantization, folder, place / "new.gguf")
+            os.replace(place / "new.gguf", path)
 
     run_on_rank_zero(f"save_gguf {path}", write)
 

@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import shutil
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -299,6 +301,22 @@ def test_a_failed_write_keeps_the_old_file(tmp_path):
         save_gguf(model, tmp_path / "out.gguf" / "below.out.gguf", "bf16")
     save_gguf(model, tmp_path / "out.gguf", "bf16")
     assert read(tmp_path / "out.gguf")[0]["general.architecture"] == "llama"
+
+
+def test_the_files_of_a_killed_process_are_removed(tmp_path):
+    def die(*_, **__):
+        raise KeyboardInterrupt
+
+    model = own("llama")
+    with (
+        mock.patch.object(shutil, "rmtree"),
+        mock.patch.object(written, "_write", die),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        save_gguf(model, tmp_path / "out.gguf", "bf16")
+    assert [path.name for path in tmp_path.iterdir()] == [".out.gguf.saving"]
+    save_gguf(model, tmp_path / "out.gguf", "bf16")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]
 
 
 def test_the_text_that_recognizes_pre_tokenizers_is_that_of_the_converter():
