@@ -120,7 +120,8 @@ class Log:
         # Remove the lines for steps that run again, and append new lines to the file.
         if self.first:
             folder.mkdir(parents=True, exist_ok=True)
-            lines = self.file.read_bytes().splitlines(keepends=True) if self.file.is_file() else []
+            # A run that begins anew also writes its line for step 0 again.
+            lines = self.file.read_bytes().splitlines(keepends=True) if start and self.file.is_file() else []
             temporary = self.file.with_suffix(".tmp")
             with reporting(self.file):
                 temporary.write_bytes(b"".join(line for line in lines if _step(line) <= start))

@@ -829,6 +829,17 @@ def test_a_line_of_the_log_that_was_cut(tmp_path, rest):
     assert log(tmp_path) == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
 
 
+def test_a_log_that_begins_anew(tmp_path):
+    """A run that was killed before its first checkpoint had logged the drafts of step 0, and logs them again."""
+    for _ in range(2):
+        written = Log(tmp_path, 0, 2, torch.device("cpu"))
+        written.write(0, draft_acceptance=0.1)
+        written.close()
+    assert log(tmp_path) == [{"step": 0, "draft_acceptance": 0.1}]
+    Log(tmp_path, 1, 2, torch.device("cpu")).close()
+    assert log(tmp_path) == [{"step": 0, "draft_acceptance": 0.1}]
+
+
 def test_tensorboard(tmp_path, monkeypatch):
     loading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     written = Log(tmp_path, 0, 2, torch.device("cpu"), report_to=["tensorboard"])
