@@ -37,7 +37,7 @@ def adapter_parameters(model: CausalLM) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def adapter_sums(model: CausalLM) -> dict[str, Tensor]:
-    """Map each adapter tensor's name to two sums over this rank's part, [2] fp64, which show whether it has changed."""
+    """Map each adapter tensor's name to two sums, [2] fp64, that change if this rank's part of the tensor changes."""
     return {name: _sums(local(parameter)) for name, parameter in adapter_parameters(model).items()}
 
 
@@ -78,7 +78,7 @@ def _judge(model: CausalLM, before: dict[str, Tensor], steps: int) -> tuple[list
 
 
 def adapter_line(model: CausalLM, before: dict[str, Tensor], steps: int) -> str:
-    """Return a line about the result of `check_trained` for the log of a run."""
+    """Return a line for the log of a run that states the result of `check_trained`."""
     findings, moved = _judge(model, before, steps)
     if not findings:
         if moved < len(before):

@@ -282,8 +282,8 @@ def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]
 def adaptable_experts(model: CausalLM) -> dict[str, dict[str, tuple[str, Expression]]]:
     """Map the path of each layer with routed experts to the layer's parameters that can have adapters.
 
-    The parameters are a dict that maps the name in this package to a pair: the name in transformers, and the parameter
-    as an expression in terms of checkpoint tensors.
+    A layer's parameters are a dict. Its keys are the names of the parameters in this package. Each value is a pair: the
+    name of the parameter in transformers, and the parameter as an expression in terms of checkpoint tensors.
     """
     entries = format_of(type(model)).expert_map(model.config).entries
     experts: dict[str, dict[str, tuple[str, Expression]]] = {}
@@ -319,7 +319,7 @@ def _entries(model: CausalLM) -> dict[str, Expression]:
 
 
 def expert_names(model: CausalLM) -> dict[str, str]:
-    """Map each name for experts' matrices to the name of the parameter in transformers that holds these matrices.
+    """Map the names of experts' matrices to the names of the parameters in transformers that hold these matrices.
 
     The keys are the names in all checkpoint layouts, without the index of the expert. For example,
     ``experts.gate_proj``, ``experts.up_proj`` and ``experts.gate_up_proj`` belong to the same parameter.

@@ -49,7 +49,7 @@ class ExpertAdapter(Layer):
         self.lora_B = nn.Parameter(torch.empty(X, out, config.r, **options))
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True, because `LoRAExperts` already sums the gradients."""
+        """Return True: nothing is left to sum, because `LoRAExperts` already sums the gradients."""
         return True
 
 
@@ -89,7 +89,7 @@ class LoRAExperts(Layer):
     def reset_adapters(self) -> None:
         """Draw A and set B to 0, so that the adapters have no effect.
 
-        If the adapters are sharded, each rank gets its part of the values that the first rank draws.
+        If the adapters are sharded, the first rank draws all values, and each rank gets its part of them.
         """
         for adapter in self.by_name().values():
             drawn = torch.empty(adapter.lora_A.shape, dtype=adapter.lora_A.dtype, device=adapter.lora_A.device)
@@ -103,10 +103,10 @@ class LoRAExperts(Layer):
         return self.config.lora_dropout if self.training and self.active else 0.0
 
     def low_ranks(self, dtype: torch.dtype) -> tuple[LowRank | None, LowRank | None]:
-        """Return A [X, r, in] and s · B [X, out, r] of this rank's experts: a pair for gate and up, and another for
-        down.
+        """Return pairs of A [X, r, in] and s · B [X, out, r] of this rank's experts.
 
-        A pair is None if the matrices have no adapters, or if the adapters are switched off.
+        The first pair is for gate and up, and the second for down. A pair is None if its matrices have no adapters, or
+        if the adapters are switched off.
         """
         if not self.active:
             return None, None
@@ -114,7 +114,7 @@ class LoRAExperts(Layer):
         return low_rank_pair(gate_up_A, gate_up_B), low_rank_pair(down_A, down_B)
 
     def _factors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        """Return A and s · B for each name in `MATRICES`, or None for both if there is no adapter."""
+        """For each name in `MATRICES`, return A and s · B, which are both None if the matrices have no adapter."""
         factors: list[Tensor | None] = []
         for name in MATRICES:
             if name not in self.names:

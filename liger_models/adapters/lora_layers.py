@@ -7,9 +7,9 @@ An adapter belongs to one matrix of the Hugging Face checkpoint (q_proj, gate_pr
 several of these matrices, and the weight map says which rows belong to each matrix.
 
 Under tensor parallelism, an adapter is sharded like its weight. If the weight is sharded by rows, B and m are also
-sharded by rows. If the weight is sharded by columns, A is also sharded by columns. In this case, A x is a partial sum,
-and the layer's all-reduce sums B A x over the ranks. For replicated tensors, each rank computes only a part of the
-gradient, and these parts are summed::
+sharded by rows. If the weight is sharded by columns, A is also sharded by columns. In this case, each rank's A x is a
+partial sum, and the layer's all-reduce sums B A x over the ranks. For replicated tensors, each rank computes only a
+part of the gradient, and the parts of all ranks are summed::
 
     weight by rows (q, k, v, gate, up)     B, m sharded     A replicated
     weight by columns (o, down)            A sharded        B, m replicated
@@ -67,12 +67,12 @@ class Adapter(Layer):
         self.lora_magnitude_vector = nn.Parameter(torch.empty(out_features, **options)) if config.use_dora else None
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True, because the layer with the adapter already sums the gradients."""
+        """Return True: nothing is left to sum, because the layer with the adapter already sums the gradients."""
         return True
 
 
 class Dropout(nn.Dropout):
-    """Dropout that saves one byte per element on every device, like `nn.Dropout` on GPUs."""
+    """Dropout that saves one byte per element on every device, as `nn.Dropout` does only on GPUs."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply dropout to x [...]."""
@@ -141,8 +141,8 @@ class LinearAdapters(nn.ModuleDict):
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A [R, C] and s · B [O, R] of all adapters, concatenated, where R is r times the number of adapters.
 
-        The rows of B are in the packed order of the weight. In the columns of an adapter, B is zero outside of the
-        adapter's rows, so a single small product computes all adapters.
+        The rows of B are in the packed order of the weight. The columns of B that belong to an adapter are 0 outside of
+        the rows of this adapter's matrix, so the product of B and A x computes all adapters at once.
         """
         adapters = self.by_name()
         r, R = self.config.r, self.config.r * len(adapters)
@@ -287,7 +287,7 @@ class LoRALinear(nn.Linear, Layer):
     def reset_adapters(self) -> None:
         """Draw A, set B to 0, and set m to the norms of the weight's rows, so that the adapters have no effect.
 
-        If the adapters are sharded, each rank gets its part of the values that the first rank draws.
+        If the adapters are sharded, the first rank draws all values, and each rank gets its part of them.
         """
         norms: dict[str, Tensor] = {}
         if self.lora.config.use_dora:
@@ -327,7 +327,7 @@ class LoRALinear(nn.Linear, Layer):
 
     @property
     def frozen_weight(self) -> FrozenWeight | None:
-        """The weight in the form that fused ops take, if it is quantized (also by torchao); None if it is dense."""
+        """The quantized weight (also torchao's) in the form that fused ops take; None if the weight is dense."""
         frozen = frozen_parts(self).get("weight")
         if frozen is not None:
             return frozen.join(self.weight)
@@ -395,7 +395,7 @@ class LoRALinear(nn.Linear, Layer):
 
 
 class LoRAColumnParallelLinear(LoRALinear, ColumnParallelLinear):
-    """`ColumnParallelLinear` with adapters. Ranks whose random generators have equal states drop the same elements."""
+    """`ColumnParallelLinear` with adapters. With equal random states, ranks drop the same elements."""
 
     def shard(self, group: Group) -> dict[str, int]:
         """Shard B and m by rows if a shard of the weight consists of consecutive rows of each matrix."""
@@ -414,7 +414,7 @@ class LoRAColumnParallelLinear(LoRALinear, ColumnParallelLinear):
 
 
 class LoRARowParallelLinear(LoRALinear, RowParallelLinear):
-    """`RowParallelLinear` with adapters. Each rank drops elements in its own columns of the input."""
+    """`RowParallelLinear` with adapters. With dropout, each rank drops elements in its own columns of the input."""
 
     def shard(self, group: Group) -> dict[str, int]:
         """Shard A by columns."""

@@ -86,8 +86,8 @@ class ResidualBlock(nn.Module):
 class MedusaHead(nn.Sequential):
     """Residual blocks, followed by a projection to the vocabulary unless the heads share a projection.
 
-    The class is a Sequential, because its parameters then have the names of the file format. The projection runs inside
-    the forward of this module, where FSDP has gathered the projection's weight.
+    This class derives from `nn.Sequential`, so its parameters have the names that the file format requires. The
+    projection must run inside the forward of this module, because only there FSDP has gathered the projection's weight.
 
     Args:
         hidden_size: C.
@@ -101,7 +101,7 @@ class MedusaHead(nn.Sequential):
         self.num_layers = num_layers
 
     def forward(self, x: Tensor, *target: Tensor, **options: Any) -> Any:  # type: ignore[override]
-        """Pass x [..., C] through the blocks, and then through the projection, which also gets the other arguments."""
+        """Pass x [..., C] through the blocks. Pass the result and the other arguments to the projection."""
         for block in itertools.islice(self, self.num_layers):
             x = block(x)
         return self[-1](x, *target, **options) if len(self) > self.num_layers else x
@@ -286,7 +286,7 @@ class LigerMedusa(nn.Module):
         return torch.stack(ahead)
 
     def _hidden(self, x: Tensor) -> Tensor:
-        """Return the hidden states [..., C], given the input of the model's own head, which may have more columns."""
+        """Return the hidden states: the first C columns of the input of the model's own head, which may have more."""
         return x[..., : self.model.config.hidden_size]
 
     def _rows(self, x: Tensor) -> list[Tensor]:
@@ -307,7 +307,7 @@ class LigerMedusa(nn.Module):
     def _shared_loss(
         self, x: Tensor, weight: Tensor, targets: Tensor, num_items: Tensor | float | None
     ) -> MedusaOutput:
-        """Compute the loss of all heads in one pass over the shared projection, with one gradient computation."""
+        """Compute the loss of all heads with a single cross entropy on the shared projection."""
         rows, factors = self._rows(x), self._weights(x.device)
         if self.freeze:
             targets = targets[1:]

@@ -5,12 +5,12 @@ Let e_t be the embedding of token t, and h_t the normalized output of the model'
     u_t = W · [norm_e(e_{t + 1}), norm_h(h_t)],   h'_t = norm(block(u))_t
     loss = L + loss_weight · L'
 
-The block can also draft tokens: it is a ``draft_model`` of `CausalLM.generate` and `CausalLM.rollout`.
+The block can also draft tokens: `LigerMTP` can be the ``draft_model`` of `CausalLM.generate` and `CausalLM.rollout`.
 
 The block is of the same kind as the model's own blocks: in Qwen3.5 it has full attention, and in DeepSeek V3 it has
-experts. L is the model's own loss. L' is the mean cross entropy of the model's head on h'_t, over all tokens whose
-target is in the same document and is not ignored. The target of a token is two positions ahead. Training does not
-materialize the logits.
+experts. L is the model's own loss. For L', the model's head predicts from h'_t the token that is two positions after t.
+L' is the mean cross entropy over all tokens t for which this target is in the same document and is not ignored.
+Training does not materialize the logits.
 
 Source: https://arxiv.org/abs/2412.19437.
 """
@@ -79,8 +79,8 @@ class LigerMTP(nn.Module):
     The forward computes two losses: the model's own loss L for the next token, and the block's loss L' for the token
     after the next token.
 
-    The weights of the block come from the checkpoint that the model was loaded from. If the checkpoint has no such
-    weights, the block is initialized like a new model. Once this object exists, ``model.save_pretrained`` also writes
+    The weights of the block come from the checkpoint that the model was loaded from. If the checkpoint has no weights
+    of the block, they are initialized as in a new model. Once this object exists, ``model.save_pretrained`` also writes
     the current weights of the block. The block has the checkpointing policy of the model's last block
     (`Decoder.set_checkpointing`).
 
@@ -152,7 +152,10 @@ class LigerMTP(nn.Module):
         return {name: weight for name, weight in self.named_parameters() if not name.startswith("model.")}
 
     def _layouts(self) -> list[dict[str, tuple[Expression, dict[str, str]]]]:
-        """For each checkpoint layout, map our names to (expression, map from its names to stored names)."""
+        """For each checkpoint layout, map our names of parameters to pairs.
+
+        A pair is an expression, and a dict from the names in this expression to the names of tensors in the checkpoint.
+        """
         layouts = []
         for weights in format_of(type(self.model)).weight_maps(self._sizes):
             layout: dict[str, tuple[Expression, dict[str, str]]] = {}
@@ -250,7 +253,7 @@ class LigerMTP(nn.Module):
         routed_experts: Tensor | None = None,
         **inputs: Any,
     ) -> tuple[Any, Tensor, Tensor | None]:
-        """Compute any loss of the model, and also the block's loss L', in one forward.
+        """In one forward, compute a loss of the model, which may be any function, and the block's loss L'.
 
         Args:
             input_ids, labels, inputs: as in `forward`.
@@ -344,7 +347,7 @@ class LigerMTP(nn.Module):
 
     @torch.no_grad()
     def draft(self, hidden: Tensor, tokens: Tensor, layout: BatchLayout) -> Tensor:
-        """Compute `predict` without gradients, from the next tokens [B, T] int64 instead of their embeddings."""
+        """Do what `predict` does, without gradients, from the next tokens [B, T] int64 instead of their embeddings."""
         embedding = self.model.embed_tokens
         norm: Any = self.pre_fc_norm_embedding
         other: Any = self.pre_fc_norm_hidden

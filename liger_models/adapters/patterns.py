@@ -1,9 +1,9 @@
 """Safe matching of regular expressions from an adapter_config.json, which may come from an untrusted author.
 
-`re` tries the possible ways to match one after the other. For a pattern such as ``(a+)+b``, the number of ways doubles
-with each character of the text, and the search cannot be interrupted. `Pattern` follows all ways at once: each part of
-a pattern maps the set of positions where the part may begin to the set of positions where it may end. `re` parses each
-pattern and compiles its smallest parts, so that patterns have the same meaning as in `re`.
+`re` tries all ways in which a pattern can match a text, one after the other. For a pattern such as ``(a+)+b``, each
+further character of the text doubles the number of these ways, and the search cannot be interrupted. `Pattern` follows
+all ways at once: for each part of the pattern, it computes all positions where the part may end from all positions
+where it may begin. A pattern has the same meaning as in `re`, because `re` parses it and compiles its smallest parts.
 
 Source: https://swtch.com/~rsc/regexp/regexp1.html.
 """
@@ -92,7 +92,7 @@ class Pattern:
         return positions
 
     def _repeat(self, least: int, most: int, inner: Any, text: str, positions: set[int], flags: int) -> set[int]:
-        """Return the positions at which ``least`` to ``most`` repetitions of ``inner`` may end."""
+        """Return the positions at which a sequence of ``least`` to ``most`` repetitions of ``inner`` may end."""
         for _ in range(least):
             following = self._ends(inner, text, positions, flags)
             if following == positions:  # further repetitions would not change the set

@@ -1,4 +1,4 @@
-"""Quantization of frozen weights: of linear layers, with adapters (QLoRA) or without, and of routed experts."""
+"""Quantization of the frozen weights of linear layers, with adapters (QLoRA) or without, and of routed experts."""
 
 from typing import Any, TypeVar
 

@@ -434,7 +434,7 @@ class UnpackedModel(Node):
         self.inner.loss_function = function
 
     def get_encoder(self) -> "UnpackedModel":
-        """Return the model itself. As in transformers, this means that there is no encoder."""
+        """Return the model itself. In transformers, this result means that there is no encoder."""
         return self
 
     def enable_input_require_grads(self) -> None:
@@ -587,8 +587,8 @@ def _counterparts(entries: Mapping[str, Expression]) -> dict[str, set[str]]:
 def _is_same_module(module: nn.Module, expressions: dict[str, Expression], counterparts: dict[str, set[str]]) -> bool:
     """Whether transformers has the same module, for example a norm or the embedding.
 
-    Linear layers other than the head do not count as the same module, because each is replaced by an `UnpackedLinear`,
-    which has fused ops for adapters.
+    The result is False for all linear layers except the head, because an `UnpackedLinear`, which has fused ops for
+    adapters, replaces each of them.
 
     Args:
         module: the module.
@@ -610,7 +610,7 @@ def _is_same_module(module: nn.Module, expressions: dict[str, Expression], count
 
 
 def _untie_if_different(model: CausalLM) -> None:
-    """Untie the head, so that it is saved, if ``modules_to_save`` has trained it apart from the embedding."""
+    """If ``modules_to_save`` has given the head a weight of its own, untie the head, so that this weight is saved."""
     head = cast(Any, model.lm_head)
     if model.config.tie_word_embeddings and head.weight is not model.embed_tokens.weight:
         model.config = dataclasses.replace(model.config, tie_word_embeddings=False)
@@ -626,7 +626,7 @@ def _peft_config_class(config_class: type, model_type: str) -> type:
 
 
 def _stored_vocabulary(base: str) -> SimpleNamespace:
-    """Return the ``vocab_size`` in a folder or hub repository. On saving, PEFT compares it with the model's value."""
+    """Return the ``vocab_size`` in a folder or hub repository. When PEFT saves, it compares it with the model's."""
     file = Path(base) / CONFIG
     keys = read_json(file if file.is_file() else Path(hf_hub_download(base, CONFIG)))
     return SimpleNamespace(vocab_size=keys.get("text_config", keys)["vocab_size"])

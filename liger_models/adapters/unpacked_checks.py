@@ -44,7 +44,7 @@ def _check_targets(config: Any, fixed: Sequence[str]) -> None:
 
 
 def _check_outputs(config: Any, inner: nn.Module, causal_lm: CausalLM) -> None:
-    """Refuse AdaLoRA, which replaces the loss, for models that return tuples."""
+    """Refuse AdaLoRA for models that return tuples, because AdaLoRA replaces the loss in a model's output."""
     if config.peft_type == "ADALORA" and inner is causal_lm:
         raise ValueError(
             f"AdaLoRA: the model must return outputs whose loss can be replaced, got {type(inner).__name__}, "
@@ -64,7 +64,7 @@ def _check_parameters(config: Any) -> None:
 
 
 def _check_tied_tokens(config: Any, causal_lm: CausalLM) -> None:
-    """Refuse to train single tokens if the head shares the embedding's weight, unless the model is a classifier."""
+    """Refuse to train embeddings of single tokens if the head is tied and the model is not a classifier."""
     has_head = next(causal_lm.lm_head.parameters(), None) is not None
     if not (causal_lm.config.tie_word_embeddings and has_head):
         return
@@ -78,7 +78,7 @@ def _check_tied_tokens(config: Any, causal_lm: CausalLM) -> None:
 
 
 def _check_single_tokens(config: Any, causal_lm: CausalLM) -> None:
-    """Refuse to train single tokens, because PEFT would look up their rows and skip the embedding's other steps."""
+    """Refuse to train embeddings of single tokens, because PEFT would skip the embedding's steps after the lookup."""
     for option in ("trainable_token_indices", "token_indices"):
         value = getattr(config, option, None)
         if value:

@@ -49,7 +49,7 @@ class Term(NamedTuple):
 
 
 class CannotFuse(Exception):
-    """Raised if PEFT must compute a layer. The message is the reason, or empty if no warning is needed."""
+    """Raised if fused ops cannot compute a layer, so PEFT must. The message is the reason, or empty for no warning."""
 
 
 class RowOrder:
@@ -79,7 +79,10 @@ class RowOrder:
 
     @staticmethod
     def _is_regular(first_rows: Tensor, lengths: Tensor, groups: int) -> bool:
-        """Whether runs, given by their first joined rows and lengths, form groups that have one run of each matrix."""
+        """Whether runs of rows form groups that have one run of each matrix.
+
+        A run is given by its length and by the position of its first row in the joined order.
+        """
         first_rows, lengths = first_rows.view(groups, -1), lengths.view(groups, -1)  # [groups, matrices]
         group_lengths = lengths[0]
         starts = F.pad((groups * group_lengths).cumsum(0)[:-1], (1, 0))  # the first joined row of each matrix
@@ -122,8 +125,8 @@ class _Moved(torch.autograd.Function):
 class UnpackedLinear(Layer):
     """A projection from [C] to [O], with one linear layer per matrix of the checkpoint.
 
-    As with a `LoRALinear`, fused ops use the attributes `weight`, `bias`, `is_low_rank` and `low_rank`. The outputs of
-    such an op are in the joined order, and `row_order` moves them to the packed order.
+    Fused ops use the attributes `weight`, `bias`, `is_low_rank` and `low_rank`, as those of a `LoRALinear`. The outputs
+    of such an op are in the joined order, and `row_order` moves them to the packed order.
 
     Args:
         packed: the projection.
@@ -180,8 +183,8 @@ class UnpackedLinear(Layer):
     def _join(self) -> Tensor | None:
         """Return the joined weight [O, C]. If the matrices have been moved, join them again.
 
-        The result is None if the matrices cannot share memory, because their dtypes or devices differ, or because
-        one of them is not an ordinary tensor.
+        The result is None if the matrices cannot share memory: their dtypes or devices differ, or one of them is not an
+        ordinary tensor.
         """
         weights = [base.weight for base in self.bases()]
         first = weights[0]
@@ -300,7 +303,7 @@ class UnpackedLinear(Layer):
         return add_low_rank(F.linear(x, weight, bias), Dropout(dropout)(x), *low_rank)
 
     def _separately(self, x: Tensor) -> Tensor:
-        """Call each linear layer (or PEFT's wrapper of it), and pack the outputs."""
+        """Call each linear layer (or PEFT's wrapper of it), and arrange the outputs in the packed order."""
         # The expression that packs the rows of the weight also packs the outputs of a token; `vmap` applies it to all
         # tokens.
         names = self.weight_expression.names()
@@ -378,7 +381,7 @@ def _terms_of(layer: Any) -> Iterator[Term]:
 
 
 def _as_slice(indices: Tensor) -> slice | None:
-    """Return the slice that selects the indices [n] if they rise evenly; otherwise None."""
+    """Return the slice that selects the indices [n]; None if they do not increase in equal steps."""
     first, step = int(indices[0]), int(indices[1] - indices[0]) if len(indices) > 1 else 1
     if step < 1 or not indices.equal(torch.arange(first, first + step * len(indices), step)):
         return None
