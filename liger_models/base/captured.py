@@ -1,7 +1,7 @@
 """Captures the forward and backward of a training step in a CUDA graph, for batches of one shape.
 
-If a batch has few tokens, a step takes as long as Python needs to launch the step's kernels. A CUDA graph launches all
-kernels at once.
+If a batch has few tokens, Python needs more time to launch the kernels of a step than the GPU needs to run them. A CUDA
+graph launches all kernels at once.
 """
 
 from collections.abc import Mapping
@@ -24,9 +24,9 @@ class CapturedStep:
     """The forward and backward of a training step for batches of one shape, run together by ``loss = step(batch)``.
 
     As ``backward`` does, the step sets gradients that are None and adds to gradients that exist. The step allocates the
-    gradients itself and uses the same tensors in every call. Between calls, either all gradients must be None, or all
-    must still be the step's tensors; an optimizer and clipping may change the values in these tensors. Every call draws
-    new random numbers for dropout. The optimizer is not part of the step.
+    gradients itself and uses the same tensors in every call. Between calls, either set all gradients to None, or keep
+    all tensors that the step has allocated. An optimizer and clipping may change the values in these tensors. Every
+    call draws new random numbers for dropout. The optimizer is not part of the step.
 
     On a GPU there are two graphs: one sets gradients, and the other adds to existing gradients. Each graph is captured
     when it is first needed, and the two graphs share their memory. On the CPU the step runs without a graph.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class CausalLM(Decoder):
-    """A decoder that generates text and reads and writes Hugging Face checkpoints.
+    """A decoder that can generate text, and that can read and write Hugging Face checkpoints.
 
     The model class of a family derives from this class, sets the attributes of `Decoder`, and calls `post_init`.
 
@@ -491,7 +491,7 @@ class CausalLM(Decoder):
 
 
 def check_config(config: object, also: str = "") -> None:
-    """Raise TypeError unless ``config`` is a dataclass. The message adds ``also``, which names other accepted types."""
+    """Raise TypeError unless ``config`` is a dataclass. ``also`` names other accepted types, for the error message."""
     if not is_dataclass(config) or isinstance(config, type):
         is_place = isinstance(config, str | PathLike)
         raise TypeError(

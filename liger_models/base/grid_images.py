@@ -30,8 +30,9 @@ class GridImageModel(VisionLanguageModel):
     """A vision-language model that takes the patches and the grid of each image and each video.
 
     The vision tower takes patches [N, values] and grids [n, 3]. It returns the image tokens [N / merge², C] and a list
-    of DeepStack features, each in the shape of the image tokens. The list may be empty. The tower's attribute ``merge``
-    is the side of the square of patches that becomes one token, and the tower's layer ``patch_embed`` embeds patches.
+    of DeepStack features, which may be empty. Each DeepStack feature has the shape of the image tokens. The tower's
+    attribute ``merge`` is the side of the square of patches that becomes one token, and the tower's layer
+    ``patch_embed`` embeds patches.
     """
 
     layout_class = GridLayout
@@ -190,7 +191,7 @@ class GridImageModel(VisionLanguageModel):
         return input_ids == self.config.image_token_id, input_ids == self.config.video_token_id
 
     def ids_to_embed(self, input_ids: Tensor) -> Tensor:
-        """Return the ids [B, T] to embed, in which placeholders may be replaced."""
+        """Return the ids [B, T] to embed. A model may replace placeholders by other ids."""
         return input_ids
 
     def _insert(

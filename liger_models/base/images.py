@@ -1,4 +1,4 @@
-"""Functions that read, resize and normalize images, with bitwise the same results as transformers' Pillow backend."""
+"""Functions that read, resize and normalize images. The results are bitwise equal to transformers' with Pillow."""
 
 import base64
 import contextlib
@@ -207,7 +207,7 @@ def _check_pillow() -> None:
 
 @contextlib.contextmanager
 def _naming(located: "Path | bytes") -> "Iterator[str]":
-    """Context manager that yields the image's name for messages, and converts errors to those of `open_image`."""
+    """Context manager that yields the image's name for messages, and turns errors into those of `open_image`."""
     from PIL import Image
 
     name = f"{len(located)} bytes" if isinstance(located, bytes) else str(located)
@@ -274,7 +274,7 @@ def to_tensor(image: "Image", size: tuple[int, int], resample: int) -> Tensor:
 
 
 def to_rows(image: "Image", size: tuple[int, int], resample: int) -> Tensor:
-    """Resize an RGB image like `to_tensor`, and return [height, width · 3], where a pixel's channels are adjacent."""
+    """Resize an RGB image as `to_tensor` does. Return [height, width · 3], where a pixel's channels are adjacent."""
     pixels = bytearray(resize(image, size, resample).tobytes())
     return torch.frombuffer(pixels, dtype=torch.uint8).view(size[0], -1)
 
@@ -322,8 +322,8 @@ def slots_of_frame(number: int, frames: int, depth: int) -> range:
 def join(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors along the first dimension, after padding all other dimensions with zeros to the largest size.
 
-    The other dimensions differ only where images are padded: in Llama 3.2 Vision, the second dimension holds the images
-    of a row; in LLaVA-NeXT, it holds tiles; and in Pixtral and Mistral Small 3, images keep their own height and width.
+    Padding is needed for three kinds of models. In Llama 3.2 Vision, rows differ in the number of images. In
+    LLaVA-NeXT, images differ in the number of tiles. In Pixtral and Mistral Small 3, images differ in height and width.
     A single tensor is returned without a copy.
     """
     if len(tensors) == 1:
@@ -401,7 +401,7 @@ class Normalize:
         return out
 
     def write(self, pixels: Tensor, *outs: Tensor) -> None:
-        """Normalize pixels into one or more tensors, in portions that fit into a cache.
+        """Normalize pixels and write them to one or more tensors, in portions that fit into a CPU cache.
 
         Args:
             pixels: [n, 3, m] uint8, or [n, m · 3], where the channels of a pixel are adjacent.
@@ -449,7 +449,7 @@ def settings_of(assets: Mapping[str, bytes], part: str) -> dict[str, Any]:
 
 
 def settings_file(assets: Mapping[str, bytes], part: str, changes: Mapping[str, Any]) -> dict[str, bytes]:
-    """Apply changes to the file that `settings_of` reads, and return its new content by file name.
+    """Apply changes to the file that `settings_of` reads. Return a dict from the file's name to its new content.
 
     If a checkpoint has no video settings, the changes are applied to a copy of its image settings.
     """
@@ -512,7 +512,7 @@ def one_list(owner: str, token: str, texts: Sequence[str], images: Any) -> "list
 
 
 def each_once(make: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
-    """For each index, call ``make`` with the element of every column at this index. Returns the list of results.
+    """For each index, call ``make`` with the elements of all columns at this index. Return the list of results.
 
     If the same objects occur at several indices, for example because several answers share an image, ``make`` is called
     only once for them.
@@ -533,7 +533,8 @@ def _setting(settings: Mapping[str, Any], key: str, otherwise: Any) -> Any:
 def check_settings(settings: Mapping[str, Any], **fixed: Any) -> None:
     """Raise ValueError if a setting in preprocessor_config.json differs from its only supported value in ``fixed``.
 
-    As in transformers, null switches a step of `STEPS` off. For all other keys, null stands for the default.
+    As in transformers, the value null switches off a step that is one of `STEPS`. For all other keys, null stands for
+    the default.
     """
     for key, value in fixed.items():
         found = settings.get(key, value)

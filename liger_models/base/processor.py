@@ -314,7 +314,7 @@ class Processor(ABC):
     def replace(self, texts: Sequence[str], **written: Iterable[str]) -> list[list[Edit]]:
         """Return, for each text, the edits that replace its placeholders.
 
-        For each kind of placeholder, the argument of that name (``image``, ``video``) holds the replacements, in order.
+        The arguments ``image`` and ``video`` hold the replacements of the placeholders of their kind, in order.
         """
         following = {medium: iter(parts) for medium, parts in written.items()}
         return [
@@ -323,7 +323,7 @@ class Processor(ABC):
         ]
 
     def framed(self, text: str, *, is_prompt: bool) -> str:
-        """Bring a text that no chat template has rendered into the form of the model's training data.
+        """Give a text that no chat template has rendered the form of the texts in the model's training data.
 
         Args:
             text: a whole text, or the prompt that an answer follows.
@@ -355,7 +355,7 @@ class Processor(ABC):
         return_tensors: str | None = "pt",
         **variables: Any,
     ) -> Any:
-        """Convert conversations with images, or with videos if the model takes videos, into model inputs.
+        """Convert conversations, which may contain images (and videos if the model takes them), into model inputs.
 
         The chat template of the tokenizer renders the conversations as texts.
 

@@ -63,7 +63,7 @@ class VisionLanguageModel(CausalLM):
     def tower_is_sharded(self) -> bool:
         """Whether FSDP shards parameters of the tower, so that all ranks must run the tower together.
 
-        FSDP may have sharded the blocks, the tower, or the whole model.
+        This is the case whether FSDP has sharded the tower's blocks, the tower, or the whole model.
         """
         return any(hasattr(module, "reshard") for module in (self, *self.visual.modules()))
 
@@ -90,8 +90,7 @@ class VisionLanguageModel(CausalLM):
 
 
 class _Insert(torch.autograd.Function):
-    """See `insert_tokens`. This replaces ``masked_scatter``, whose backward would wait until the placeholders are
-    counted."""
+    """See `insert_tokens`. It replaces ``masked_scatter``, whose backward waits for a count of the placeholders."""
 
     @staticmethod
     def forward(ctx: Any, embeds: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
