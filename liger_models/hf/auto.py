@@ -158,8 +158,8 @@ def register() -> None:
 
     Afterwards, the methods ``from_pretrained`` and ``from_config`` of ``AutoModelForCausalLM``,
     ``AutoModelForImageTextToText``, ``AutoModelForMultimodalLM`` and ``AutoModelForSequenceClassification`` return
-    these models. For other model types, they still return transformers' models. transformers' own classes, such as
-    ``transformers.LlamaForCausalLM``, do not change. A second call changes nothing.
+    these models. For other model types, these methods still return transformers' models. transformers' own classes,
+    such as ``transformers.LlamaForCausalLM``, do not change. A second call changes nothing.
 
     Raises:
         ValueError: another class has been registered for one of the model types.
@@ -204,9 +204,10 @@ def registered() -> Iterator[None]:
 
 
 class _Registrations(dict[type[PreTrainedConfig], Any]):
-    """The classes that are registered in an auto class. Our classes are only created when transformers looks for them.
+    """The classes that are registered in an auto class.
 
-    Creating all of them would import all families, which takes longer than loading a small model.
+    A class of this package is created only when transformers looks for it. Creating all classes at once would import
+    all model families, which takes longer than loading a small model.
 
     Args:
         auto_class: the auto class.
@@ -250,7 +251,7 @@ def _foreign(auto_class: Any) -> dict[type[PreTrainedConfig], Any]:
 
 
 def _find(auto_class: Any, config: Any) -> Any:
-    """Return our class for a configuration class in an auto class; None if we have none.
+    """Return the class of this package that an auto class maps a configuration class to; None if there is none.
 
     For a model type of transformers, our class appears in the auto classes where transformers has a class of the same
     name. A new model type counts as a causal language model, and so does a language model that transformers lists only

@@ -128,7 +128,7 @@ class LigerCache(Cache):
         return self.decode.length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return −1, because the length is not limited."""
+        """Return −1, which means that the length is not limited."""
         return -1
 
     @property
@@ -153,7 +153,7 @@ class LigerCache(Cache):
         self.decode.select(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens. ``tokens_to_remove`` is the negative number of tokens to remove, or 0.
+        """Remove the last tokens. ``tokens_to_remove`` is the number of tokens to remove, with a minus sign, or 0.
 
         Raises:
             ValueError: ``tokens_to_remove`` is positive, which transformers' caches also refuse; or the cache holds

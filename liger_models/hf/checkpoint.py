@@ -198,7 +198,10 @@ class Loading:
         device: torch.device,
         ignore_mismatched_sizes: bool,
     ) -> tuple[Any, list[str], list[Mismatch]]:
-        """Load a model from a folder. Returns the model, and the missing and mismatched tensors, which are random."""
+        """Load a model from a folder. Return the model, and lists of the missing and the mismatched tensors.
+
+        These tensors get random values.
+        """
         arch = get_arch(config.model_type)
         if getattr(config, "tie_word_embeddings", False) and not _is_tied(arch, folder):
             config.tie_word_embeddings = False
@@ -411,7 +414,8 @@ def find_mismatched(decoder: CausalLM, stored: Mapping[str, StoredTensor]) -> li
 def _is_tied(arch: type[CausalLM], folder: Path) -> bool:
     """Return False if config.json does not say whether the head is tied, and the family's default is an untied head.
 
-    The default of transformers' class may not fit the published model (Mistral Small 3), whose head would then be lost.
+    By default, transformers' class may have a tied head although the published model has an untied one (Mistral Small
+    3). The head of the published model would then be lost.
     """
     hf = read_json_config(folder) if (folder / CONFIG).is_file() else {}
     if "tie_word_embeddings" in hf or hf.get("model_type") != format_of(arch).model_type:
@@ -500,14 +504,14 @@ def load_body(
 
 
 def as_dtype_of(stored: Mapping[str, StoredTensor], dtype: torch.dtype | str | None) -> torch.dtype:
-    """Return the dtype called ``dtype``. For None and "auto", return the dtype of the checkpoint's first tensor."""
+    """Return the dtype named ``dtype``. For None and "auto", return the dtype of the checkpoint's first tensor."""
     if dtype is None or dtype == "auto":
         return FLOATS.get(next(iter(stored.values())).dtype, torch.bfloat16)
     return as_dtype("from_pretrained: dtype", dtype)
 
 
 def body_tensors(decoder: CausalLM, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the decoder's tensors except the head's, under their names in a checkpoint, gathered from all ranks.
+    """Return the decoder's tensors without the head's, gathered from all ranks, under their names in a checkpoint.
 
     Args:
         decoder: the model.

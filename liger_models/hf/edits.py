@@ -41,7 +41,7 @@ class Edits:
         self.built, self.ours = copy.deepcopy(config), decoder.config
 
     def apply(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
-        """After changes, make the layers and both configurations agree.
+        """If the model or a configuration has changed, make the layers and both configurations agree again.
 
         Args:
             config: the configuration of transformers, whose fields may have been edited.
@@ -60,7 +60,7 @@ class Edits:
             self._apply_fields(config, decoder)
 
     def _follow(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
-        """Write changes of the model into transformers' configuration, and into the copy of that configuration."""
+        """Write changes that were made to the model into transformers' configuration and into the copy of it."""
         before, after = self.ours, decoder.config
         for theirs in (config, self.built):
             text = theirs.get_text_config()
@@ -137,7 +137,7 @@ def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -
 
 
 def _is_tied(decoder: CausalLM) -> bool | None:
-    """Return whether the head shares the embedding's weight; None if PEFT replaced either one or the head is unused."""
+    """Return whether the head is tied; None if PEFT replaced the head or the embedding, or if the head is unused."""
     head, embedding = decoder.lm_head, decoder.embed_tokens
     if "weight" not in head._parameters or "weight" not in embedding._parameters:
         return None
@@ -154,7 +154,7 @@ def _tie(decoder: CausalLM, tied: bool) -> None:
 
 
 def _rebuild(arch: Any, fields: list[str], old: Any, new: Any, decoder: CausalLM) -> None:
-    """Copy the layers' attributes that differ between the old and the new configuration into the model.
+    """Find the layers' attributes that differ between the old and the new configuration, and copy them into the model.
 
     Args:
         arch: the class of the model.
@@ -203,7 +203,7 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Return whether configurations, or values in them, are equal. The ``==`` of configurations may ignore fields."""
+    """Return whether configurations, or values in them, are equal. Their ``==`` may ignore fields."""
     if isinstance(one, PreTrainedConfig) and type(one) is type(other):
         return _equal(vars(one), vars(other))
     if isinstance(one, dict) and isinstance(other, dict):

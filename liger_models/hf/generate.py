@@ -5,10 +5,11 @@ and stopping criteria. For greedy decoding and sampling, it then calls ``_sample
 tokens. `EngineGenerationMixin` replaces this loop by the engine. If `fallback_reason` returns a reason, transformers'
 loop runs instead.
 
-For most logits processors, the engine has an equivalent option (`OPTIONS`). If the list has any other processor, or
-another order, the engine calls the whole list after each step. The engine itself implements the stopping criteria for
-the length and for stop tokens. It asks all other criteria about each token, but only once every few steps. Tokens after
-the one at which generation should have ended are discarded.
+For most logits processors, the engine has an equivalent option (`OPTIONS`). If the list has a processor without such an
+option, or if its order is not the engine's, the engine calls the whole list after each step. The engine itself
+implements the stopping criteria for the length and for stop tokens. All other criteria are asked only once every few
+steps, and then about each of the new tokens. If generation should have ended at one of these tokens, the tokens after
+it are discarded.
 """
 
 import functools
@@ -75,7 +76,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def with_stored_signature(method: Method) -> Method:
-    """Store a method's signature, because ``generate`` calls ``inspect.signature`` several times."""
+    """Store a method's signature, because ``generate`` asks `inspect.signature` for it several times."""
     method.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
     return method
 
@@ -330,10 +331,10 @@ def _padding_token(stopping_criteria: Any, config: Any) -> int | None:
 
 
 def _steps_ahead(device: torch.device, logits_processor: Any, others: Any, streamer: Any) -> int:
-    """Return how many steps may run ahead of the tokens that have been read.
+    """Return how many steps may run before the tokens of earlier steps have been read.
 
-    With a user's processor, no step may run ahead, because the processor would notice steps after the end. With a
-    streamer, at most one step may run ahead, while the streamer reads a token.
+    With a user's logits processor, no step may run ahead, because the processor would also be called for steps after
+    the end. With a streamer, at most one step may run ahead: the step that runs while the streamer reads a token.
     """
     if device.type not in ACCELERATORS or not all(map(_is_from_transformers, logits_processor)):
         return 0
@@ -382,7 +383,7 @@ class Output:
     def check(self) -> bool:
         """Ask the criteria about each step that has not been read yet, in order; return whether all rows have ended.
 
-        Steps after the end are dropped.
+        The steps after the one at which all rows have ended are dropped.
         """
         while self.length < len(self.steps) and not self.has_ended:
             self._read(self.steps[self.length])
@@ -432,7 +433,7 @@ def _settings(**options: Any) -> Settings:
 def _positions(
     decoder: CausalLM, ids: Tensor, mask: Tensor | None, new: int, pixels: dict[str, Any], given: Tensor | None
 ) -> tuple[Tensor, bool]:
-    """Return the positions of prompts and new tokens, and whether the decoder would choose the same positions."""
+    """Return the positions of prompts and new tokens, and whether the decoder would compute them by itself."""
     usual = decoder.prompt_positions(ids, mask, new, pixels)
     if given is None:
         return usual, True
@@ -449,8 +450,8 @@ def _filling(
 ) -> Callable[[], DecodeCache]:
     """Return a function that computes the cache for tokens ``ids`` [B, S] of prompts and answers.
 
-    ``length``, ``mask`` and ``pixels`` describe the prompts. ``positions`` covers prompts and answers; if it is None,
-    the decoder computes the positions.
+    ``length``, ``mask`` and ``pixels`` are those of the prompts. ``positions`` has the positions of prompts and
+    answers; if it is None, the decoder computes them.
     """
 
     def fill() -> DecodeCache:

@@ -182,8 +182,8 @@ class LigerPreTrainedModel(PreTrainedModel):
 class UnusedHead(LigerLMHead):
     """A head that is never called. It uses the embedding's weight, but does not register the weight as its parameter.
 
-    FSDP requires that all modules that share a parameter are in one group. Accelerate and other tools, however, put the
-    embedding into a separate group if a model has no output embedding.
+    FSDP requires that all modules that share a parameter are in one group. The weight has only one owner here, because
+    Accelerate and other tools put the embedding into a group without the head if a model has no output embedding.
     """
 
     holder: tuple[CausalLM]
@@ -582,7 +582,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether the loss is computed from logits, because a user has replaced the loss function or the head."""
+        """Whether a user has replaced the loss function or the head, so that the loss must be computed from logits."""
         return "_loss_function" in vars(self) or self.loss_type != LOSS_TYPE or self.has_own_head
 
     @with_stored_signature

@@ -1,12 +1,12 @@
 """The losses of TRL's trainers for the models of this package.
 
-TRL replaces the forward of a model by a forward that computes the logits in tiles, and recomputes them in the
-backward. From TRL 1.15 on, TRL's forward returns the log-probability of each target, and other values that the
-trainer asks for: the entropies, the mean logits, and whether the targets are the most probable tokens. `SFTTrainer`
-divides the sum of the log-probabilities by the number of targets. In earlier versions, with SFT's loss
-``chunked_nll``, TRL's forward returns the loss and the sums of the other values. The forward in this file returns
-the same results from `log_probs_of_sum`, which computes the logits once for SFT, and twice for losses whose
-gradients differ between targets.
+TRL replaces a model's forward by a function that computes the logits in tiles and recomputes them in the backward. From
+TRL 1.15 on, this function returns the log-probability of each target, and other values that the trainer asks for: the
+entropies, the mean logits, and whether the targets are the most probable tokens. `SFTTrainer` divides the sum of the
+log-probabilities by the number of targets. In earlier versions, and only with SFT's loss ``chunked_nll``, the function
+returns the loss and the sums of the other values. The forward in this file returns the same results, but computes them
+with `log_probs_of_sum`. This op computes the logits once for SFT, and twice for losses whose gradients differ between
+targets.
 """
 
 import functools
@@ -33,7 +33,7 @@ OUTPUTS = {*SFT_OUTPUTS, "mean_logits"}
 
 
 class Head(NamedTuple):
-    """The settings with which a trainer has replaced the forward.
+    """The settings of the forward with which a trainer has replaced the model's own forward.
 
     Attributes:
         result: function that creates the forward's output from `TokenNumbers`.
@@ -47,7 +47,7 @@ class Head(NamedTuple):
 
 
 class TokenNumbers(NamedTuple):
-    """The result of TRL's forward with labels: the loss, and tensors [B, T - 1], or [B, T] for shifted labels.
+    """The values that TRL's forward returns for labels: the loss, and tensors [B, T - 1], or [B, T] for shifted labels.
 
     Values that were not requested are None.
 
