@@ -2,7 +2,7 @@
 
 The fused losses take the hidden states and head weights of student and teacher, and run `linear_divergence`. The
 docstring of `liger_models.kernels.loss.divergence` has the formulas. The other losses take probabilities or
-log-probabilities [..., V], and run `distribution_divergence`, which is exact where a probability is 0.
+log-probabilities [..., V], and run `distribution_divergence`, which is also exact for probabilities of 0.
 """
 
 from typing import Any, ClassVar
@@ -145,7 +145,7 @@ def check_reduction(name: str, reduction: str) -> None:
 
 
 def check_distributions(name: str, first: Tensor, second: Tensor, labels: Tensor | None = None) -> None:
-    """Raise ValueError unless both distributions have the same shape [..., V] and the labels, if any, are [...]."""
+    """Raise ValueError unless both distributions have one shape [..., V], and the labels, if given, the shape [...]."""
     if first.shape != second.shape or first.dim() == 0:
         raise ValueError(
             f"{name}: both distributions must have the same shape [..., V], got {list(first.shape)} and "

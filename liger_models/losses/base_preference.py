@@ -10,10 +10,10 @@ All preference losses share this notation:
 
 A loss over pairs is a mean over pairs plus ``alpha`` · NLL.
 
-One call of `fused_linear_logprobs` without gradients computes the log-probabilities of the reference model. One call of
-`loss_of_log_probs` computes the log-probabilities of the policy. The loss is computed from log-probabilities [B, T] in
-plain PyTorch, and autograd differentiates it. ``from_log_probs`` computes only this last part, from log-probabilities
-that the caller provides.
+The log-probabilities of the reference model come from one call of `fused_linear_logprobs` without gradients. The
+log-probabilities of the policy come from one call of `loss_of_log_probs`. The loss is computed from these
+log-probabilities [B, T] in plain PyTorch, and autograd differentiates it. ``from_log_probs`` computes the loss from
+log-probabilities that the caller provides.
 """
 
 from abc import ABC, abstractmethod
@@ -117,7 +117,7 @@ class PreferenceLoss(FusedLinearLoss):
         return total / valid.sum(-1).clamp_min(1) if self.average_log_prob else total
 
     def _ratios(self, log_probs: Tensor, target: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute l(y) [B], which is detached, and r(y) [B].
+        """Compute the detached l(y) [B], and r(y) [B].
 
         Args:
             log_probs: [B, T], the policy's log-probabilities.

@@ -1,10 +1,10 @@
 """Group-relative policy optimization (GRPO), and seven related losses, for sampled completions.
 
-One call of `fused_linear_logprobs` without gradients computes the log-probabilities of the reference model. One call of
-`loss_of_log_probs` or, if the caller has all logits, of `cross_entropy` computes the log-probabilities of the policy.
-The loss is computed from log-probabilities [B, T] in plain PyTorch, and autograd differentiates it. ``from_log_probs``
-computes only this last part, from log-probabilities that the caller provides. ``token_losses`` computes the loss of
-each token.
+The log-probabilities of the reference model come from one call of `fused_linear_logprobs` without gradients. The
+log-probabilities of the policy come from one call of `loss_of_log_probs`, or of `cross_entropy` if the caller has all
+logits. The loss is computed from these log-probabilities [B, T] in plain PyTorch, and autograd differentiates it.
+``from_log_probs`` computes the loss from log-probabilities that the caller provides. ``token_losses`` computes the loss
+of each token.
 """
 
 from typing import Any
@@ -361,7 +361,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
     def _policy_losses(
         self, log_probs: Tensor, log_ratio: Tensor, ratio: Tensor, A: Tensor, mask: Tensor, vllm_is_ratio: Tensor | None
     ) -> Tensor:
-        """Compute the first term of L, [B, T], or [B, 1] if all tokens of a sequence have the same value."""
+        """Compute the first term of L, [B, T]. If all tokens of a sequence have the same value, the shape is [B, 1]."""
         if self.loss_type == "cispo":
             return -ratio.detach().clamp_max(self.epsilon_high) * A * log_probs
         if self.loss_type == "sapo":

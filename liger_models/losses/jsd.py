@@ -1,4 +1,4 @@
-"""Generalized Jensen-Shannon divergence: fused with the heads of both models, or computed from log-probabilities."""
+"""Generalized Jensen-Shannon losses: fused with the heads of both models, or computed from log-probabilities."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from liger_models.losses.base_distillation import FusedDistillationLoss, FusedDi
 
 
 def check_beta(name: str, beta: float) -> None:
-    """Raise ValueError unless β is in [0, 1]. ``name`` names the class and the argument in the message."""
+    """Raise ValueError unless β is in [0, 1]. ``name`` says in the message which argument it is."""
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"{name} must lie in [0, 1], got {beta}.")
 

@@ -1,4 +1,4 @@
-"""KL divergence: fused with the heads of both models, fused with the student's head, or computed from distributions."""
+"""KL divergence losses: fused with the heads of both models, fused with the student's head, or from distributions."""
 
 import torch
 from torch import Tensor, nn

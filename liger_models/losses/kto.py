@@ -34,9 +34,9 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
     """Kahneman-Tversky optimization (KTO).
 
     The loss of a sequence y is ``λ_d·(1 − σ(β·(r(y) − z)))`` if y is desirable, and ``λ_u·(1 − σ(β·(z − r(y))))`` if y
-    is undesirable. The loss is averaged over all sequences. r(y) is the log-probability of y. If there is a reference
-    model, the log-probability of y under the reference model is subtracted. z, which is passed to `forward` as ``kl``,
-    is an estimate of the KL divergence from the reference model.
+    is undesirable. The loss is averaged over all sequences. r(y) is the log-probability of y, minus the log-probability
+    of y under the reference model if there is one. The number z, which is passed to `forward` as ``kl``, is an estimate
+    of the KL divergence from the reference model.
 
     Args:
         desirable_weight, undesirable_weight: λ_d and λ_u.

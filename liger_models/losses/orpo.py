@@ -84,13 +84,13 @@ class LigerFusedLinearORPOLoss(PairLoss):
         )  # fmt: skip
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Compute the losses [pairs] from the mean log-probabilities of chosen and rejected sequences, [pairs] each."""
+        """Compute the losses [pairs] from the mean log-probabilities of chosen and rejected sequences, both [pairs]."""
         return -self.beta * self._odds(chosen, rejected)[1]
 
     def _odds(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the log odds ratio x and log σ(x) of each pair, both [pairs].
 
-        Both results are 0 for a pair that has a sequence whose log-probability is 0.
+        For a pair, both results are 0 if the log-probability of either sequence is 0.
         """
         both = (chosen != 0) & (rejected != 0)
         odds = log_odds(chosen) - log_odds(rejected)

@@ -1,4 +1,4 @@
-"""Total variation distance: fused with the heads of student and teacher, or computed from logits or probabilities."""
+"""Total variation distance losses: fused with the heads of both models, or computed from logits or probabilities."""
 
 from torch import Tensor, nn
 
@@ -30,7 +30,7 @@ class LigerFusedCETVDLoss(nn.Module):
         self.ignore_index = ignore_index
 
     def forward(self, student_logits: Tensor, teacher_logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the cross entropy and the distance of each token. Both are [...] fp32 and differentiable.
+        """Compute the cross entropy and the total variation distance of each token, both [...] fp32 and differentiable.
 
         Args:
             student_logits: [..., V]. The tensor is never written to.
