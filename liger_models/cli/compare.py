@@ -156,9 +156,10 @@ class _Parts:
 
 
 def part_errors(ours: CausalLM, recorded: Trace, **inputs: Any) -> dict[str, dict[str, float]]:
-    """Compute the relative error of each part of a model. Every part gets the input of transformers' same part.
+    """Compute the relative error of each part of a model.
 
-    An error in one block, norm, attention or MLP therefore causes no error in the parts that follow.
+    Each part gets the input that the same part has in transformers. An error in one block, norm, attention or MLP
+    therefore causes no error in the parts that follow.
 
     Args:
         ours: the model.
@@ -385,9 +386,9 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
 
 
 def unknown_to(transformers: Any, model_type: str, quantization: Mapping[str, Any]) -> str:
-    """Return a sentence about what transformers does not know in a checkpoint; "" if it knows everything.
+    """Return a sentence that says that transformers does not know a checkpoint's model type or quantization, or "".
 
-    The check is needed because transformers reads the codes of an unknown format as if they were weights.
+    This check is needed because transformers reads the codes of an unknown quantization as if they were weights.
     """
     if model_type not in transformers.CONFIG_MAPPING:
         return f"transformers does not know {model_type}"

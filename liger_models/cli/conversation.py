@@ -50,9 +50,10 @@ class Conversation:
         self.media.append(open_medium(medium, source))
 
     def answer(self, prompt: str) -> Iterator[str]:
-        """Yield the answer to a prompt in pieces of whole characters. A chat adds prompt and answer to its history.
+        """Yield the answer to a prompt in pieces of whole characters.
 
-        If an error is raised, the history and the attached media do not change.
+        In a chat, the prompt and the answer are added to the history. If an error is raised, the history and the
+        attached media do not change.
 
         Raises:
             ValueError: the prompt has no tokens, or the chat template does not accept it.

@@ -1,4 +1,4 @@
-"""Finds the architecture that is nearest to a new one in transformers, and copies the nearest one under new names."""
+"""Finds the architecture of this package that is most similar to a new one in transformers, and copies its source."""
 
 import ast
 import dataclasses
@@ -53,7 +53,7 @@ class Nearest(NamedTuple):
 
     @property
     def changes(self) -> list[str]:
-        """Return a line for each difference except unknown keys."""
+        """Return a line for each difference. Unknown keys are left out."""
         wrong = [f"{part} differs by {error:.1e}" for part, error in self.parts.items()]
         return [*map(str, self.tensors), *wrong, *([f"unknown hidden_act {self.act!r}"] if self.act else [])]
 

@@ -1,7 +1,7 @@
 """Creation of the files of a new architecture from a config.json: a copy of the nearest module, and test data.
 
-Every architecture is compared with a tiny model of transformers, and the nearest one is copied. Tests fail where the
-copy differs from transformers. The author changes the copy until all tests pass.
+The program compares every architecture of this package with a tiny model of transformers, and copies the most similar
+architecture. The tests fail where the copy differs from transformers. The author changes the copy until all tests pass.
 """
 
 import copy
@@ -150,7 +150,7 @@ def _check(name: str, hf: Mapping[str, Any]) -> None:
 
 
 def _transformers(name: str) -> Any:
-    """Import transformers, because tests compare the new architecture with transformers' model."""
+    """Import transformers, which must be installed because tests compare the new architecture with its model."""
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
@@ -166,7 +166,7 @@ def _transformers(name: str) -> Any:
 
 
 def _added(config: Any, hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the architecture's own settings in transformers' config that config.json lacks."""
+    """Return the settings of transformers' config that config.json lacks. Settings of every model are left out."""
     every = importlib.import_module("transformers").PretrainedConfig().to_dict()
     return {key: value for key, value in config.to_dict().items() if key not in hf and key not in every}
 

@@ -132,7 +132,7 @@ def default_config(config_class: Any, values: Mapping[str, Any] = MappingProxyTy
 
 
 def reduced(model_class: type[CausalLM], config: Any, dtype: torch.dtype, device: str) -> CausalLM:
-    """Build a smaller model with random weights that has every kind of block that the whole model has.
+    """Build a smaller model with random weights and every kind of block of the whole model.
 
     The smaller model has only as many blocks as are needed to include every kind. It has narrower layers, fewer
     experts, a smaller vocabulary and shorter windows, and its vision tower has no weights.
@@ -171,7 +171,7 @@ def _build(model_class: type[CausalLM], config: Any, dtype: torch.dtype, device:
 
 
 def _narrow(config: Any, divisor: int) -> Any:
-    """Return a copy of a config with smaller sizes. Its constructor does not run, so a tower's sizes need not fit."""
+    """Return a copy of a config with smaller sizes. No constructor runs, so a tower's sizes need not fit together."""
     sizes, changes = vars(config), {}
     for name in WIDTHS:
         if isinstance(sizes.get(name), int):
@@ -210,8 +210,8 @@ def check_packing(model: CausalLM, lengths: tuple[int, ...] = LENGTHS) -> Iterat
 
     Each document's logits, and the gradients of its embeddings, must be the same in the packed row and alone. The
     gradients of a document's logits with respect to the embeddings of all other documents must be exactly 0, so a leak
-    is found even if it is smaller than rounding errors. The loss and the gradients of the parameters must equal the
-    sums over the documents. Within `deterministic_forward`, logits must be bitwise identical.
+    is found even if it is smaller than rounding errors. The loss and the parameters' gradients of the packed row must
+    equal the sums of those of the single documents. Within `deterministic_forward`, logits must be bitwise identical.
 
     Args:
         model: the model. The gradients of its parameters are overwritten.
@@ -284,7 +284,7 @@ def _compare(
     limit: float,
     exact: bool,
 ) -> Check:
-    """Compare a document's logits [1, T, V] and gradients [1, T, C] between the packed row and the document alone."""
+    """Compare a document's logits [1, T, V] and gradients [1, T, C] when packed with those when alone."""
     logits_error, error = relative_error(packed, alone), relative_error(*gradients)
     same = torch.equal(packed, alone) if exact else logits_error <= limit
     words = "bit for bit" if exact and same else f"{logits_error:.1e}"
@@ -311,8 +311,9 @@ def _loss(model: CausalLM, ids: Tensor, bounds: Tensor, spans: list[slice], limi
 
 
 def _parameters(model: CausalLM, norms: dict[str, Tensor], limit: float) -> Check:
-    """Compare the parameters' gradients. ``norms`` has the gradients' norms in the packed row. The attribute ``grad``
-    of each parameter has the difference.
+    """Compare the parameters' gradients. ``norms`` are the norms of the packed row's gradients.
+
+    The attribute ``grad`` of each parameter holds the difference between the gradients.
     """
     total = math.sqrt(sum(float(norm) ** 2 for norm in norms.values()))
     elements = sum(model.get_parameter(name).numel() for name in norms)
