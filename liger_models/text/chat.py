@@ -135,7 +135,7 @@ def render_prompt(style: Style, messages: Messages) -> Rendering:
 
 
 def answer_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Return whether each token contains a character that the assistant writes.
+    """For each token, return whether it contains a character that the assistant writes.
 
     Args:
         offsets: each token's span of characters, from ``Encoding.offsets`` of the tokenizers library.
@@ -153,8 +153,8 @@ def answer_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 
 
 def _spellings(messages: Messages) -> Iterator[list[dict[str, Any]]]:
-    """Yield the messages in each form that templates may expect for tool calls. The forms differ in contents and
-    arguments.
+    """Yield the messages in each form that templates may expect for tool calls. The forms differ in the ``content`` of
+    messages with tool calls, and in the arguments of the calls.
     """
     plain: list[dict[str, Any]] = [*map(without_nulls, messages)]
     yield plain
@@ -387,7 +387,7 @@ class _Conversation:
             )
 
     def _fits(self, placing: Mapping[tuple[int, str], int]) -> bool:
-        """Place marks, and return whether the rendering without marks equals the text of the unmarked messages."""
+        """Place marks. Return whether the rendered text, after its marks are removed, equals the text without marks."""
         # Keep the last rendering, because it is also the prefix that ends with the last message.
         variables = self.style.variables
         self._marks = _Marks(self.messages, variables.get("tools"), placing)
@@ -430,13 +430,15 @@ class _Conversation:
     def _own_count(self, owner: int, number: int) -> int:
         """Return how often a mark occurs in the text that ends with the message to which the mark belongs.
 
-        The template may write the name of a call twice in the call itself, and again next to the call's result.
+        Later repetitions of the mark are not counted. For example, a template may write the name of a call twice in the
+        call itself, and again next to the call's result.
         """
         prefix = None if owner == _TOOLS else self._prefix(owner + 1)
         return 0 if prefix is None else prefix.count(_mark(number))
 
     def unrendered(self, learned: Sequence[int], elsewhere: Sequence[int] = ()) -> list[str]:
-        """Return the fields of messages that the text does not show, except reasoning in answers that are not learned.
+        """Return the fields of messages that the text does not show. Reasoning in answers that are not learned is left
+        out.
 
         Args:
             learned: the answers that are learned in this text.
@@ -574,10 +576,10 @@ class _Conversation:
         return repr({name: value for name, value in self.style.variables.items() if name != "tools"})
 
     def _likely_header(self, index: int, number: int | None, before: str) -> int:
-        """Return the header's length if the text does not continue the prompt, for example before the first message.
+        """Return the header's length for a text that does not continue the prompt, such as before the first message.
 
-        The header is then the longest beginning of the usual prompt that the text has. If the text has no such
-        beginning, the header is what the template writes before any answer at this position.
+        The header then ends with the longest beginning of the usual prompt that occurs in the text. If no beginning
+        occurs, the header is the text that the template writes before any answer at this position.
         """
         # The usual prompt is what the template adds after a question if it is asked for a generation prompt.
         question = [{"role": "user", "content": f"1{_mark(0)}"}]
@@ -600,7 +602,7 @@ class _Conversation:
         return re.finditer(rf"{self._special.pattern}|\s", text)
 
     def _common(self, one: str, other: str) -> int:
-        """Return the length of the common beginning of two texts. It ends at a boundary or at the end of one text."""
+        """Return the length of the common beginning of two texts, up to a boundary or the end of one text."""
         common = shared_prefix(one, other)
         if common == min(len(one), len(other)):
             return common
@@ -654,7 +656,7 @@ class _Conversation:
         return self.style.eos_token or ""
 
     def _marked_answers(self, wanted: Mapping[int, list[Span]]) -> list[Span]:
-        """Return the spans that the template marks as answers, if their messages are to be learned."""
+        """Return the spans that the template marks as answers, for the messages that are to be learned."""
         marked = render(self.style.template, self.messages, self.style.variables, mark_answers=True)
         spans = _read_generation(self.text, marked)
         answers = [index for index, message in enumerate(self.messages) if message.get("role") == "assistant"]

@@ -70,7 +70,7 @@ class ModelInputs(dict[str, Any]):
 
 
 class _SpecialToken:
-    """Descriptor for an attribute of a tokenizer. The attribute's value is the token that has a role, or None.
+    """Descriptor for an attribute of a tokenizer. The attribute's value is the token that has the given role, or None.
 
     Args:
         role: the key in ``special_tokens``.
@@ -88,7 +88,7 @@ class _SpecialToken:
 
 
 class _SpecialTokenId:
-    """Descriptor like `_SpecialToken` for the id of the token that has a role. The arguments are the same."""
+    """Descriptor like `_SpecialToken`, but the attribute's value is the id of the token. The arguments are the same."""
 
     def __init__(self, role: str, doc: str) -> None:
         self.role, self.__doc__ = role, doc
@@ -263,7 +263,7 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=False)
 
     def add_tokens(self, new_tokens: str | Sequence[str], special_tokens: bool = False) -> int:
-        """Add tokens. The tokens are matched in a text before the text is split. Existing tokens do not change.
+        """Add tokens. They are found in a text before the rest is split. Existing tokens do not change.
 
         The model's embedding needs a row for each id. If the embedding has fewer rows than ``len(tokenizer)``, call
         ``model.resize_token_embeddings(len(tokenizer))``.
@@ -380,9 +380,9 @@ class Tokenizer:
     def decode_stream(self, tokens: Iterable[int | Tensor], skip_special_tokens: bool = True) -> Iterator[str]:
         """Yield the text of tokens while the tokens are generated, in pieces of whole characters.
 
-        The concatenated pieces equal the result of `decode` for all tokens. They may differ if tokenizer_config.json
-        requests a clean-up of spaces, or if some bytes do not form a character. An unfinished character at the end
-        becomes one or more U+FFFD.
+        The concatenated pieces equal the result of `decode` for all tokens, with two exceptions: they may differ if
+        tokenizer_config.json requests a clean-up of spaces, or if some bytes do not form a character. An unfinished
+        character at the end becomes one or more U+FFFD.
 
         Args:
             tokens: ids, or tensors with one id each, such as ``model.stream(...)`` yields for one prompt.
@@ -756,8 +756,8 @@ def _render_unfinished(
 ) -> str:
     """Render a conversation up to the end of a field of its last message, without the text after this field.
 
-    A mark is appended to the field. The rendered text is cut where the template writes the mark. A space after the mark
-    shows whether the template strips the field.
+    A mark and a space are appended to the field. The rendered text is cut where the template writes the mark. If the
+    space is missing after the mark, the template strips the field.
     """
     where, mark = "apply_chat_template: continue_final_message", f"{BEGIN} "
     last = dict(messages[-1])
@@ -820,7 +820,7 @@ def _text(name: str, token: Any) -> str:
 
 @contextlib.contextmanager
 def _naming(must: str, kinds: type[Exception] | tuple[()] = Exception) -> Iterator[None]:
-    """Context manager that turns errors of these kinds, and panics of the tokenizers library, into a ValueError."""
+    """Context manager that turns errors of the ``kinds``, and panics of the tokenizers library, into a ValueError."""
     try:
         yield
     except BaseException as error:
