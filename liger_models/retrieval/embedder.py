@@ -38,8 +38,8 @@ class LigerEmbedder:
     def from_pretrained(cls, name: str | os.PathLike[str], **options: Any) -> "LigerEmbedder":
         """Load an embedding model from a folder or from the hub.
 
-        If the folder is from sentence-transformers, its settings apply. Any other checkpoint of a supported family
-        becomes a model whose embedding of a text is the normalized hidden state of the last token.
+        If the folder is from sentence-transformers, its settings apply. With any other checkpoint of a supported
+        family, the embedding of a text is the normalized hidden state of its last token.
 
         Args:
             name: folder, or name of a repository on the hub.

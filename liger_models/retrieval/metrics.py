@@ -8,9 +8,10 @@ CHUNK = 1024
 
 
 def ranks_of_targets(queries: Tensor, documents: Tensor, target: Tensor) -> Tensor:
-    """Rank documents by their dot products with each query. Returns the positive documents' ranks, [N] int64.
+    """Return the rank of each query's positive document, [N] int64.
 
-    The best document has rank 0. A document with the same product as the positive document ranks below it.
+    The documents are ranked by their dot products with the query. The best document has rank 0. If another document has
+    the same product as the positive document, it ranks below the positive document.
 
     Args:
         queries: [N, C].

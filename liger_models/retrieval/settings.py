@@ -1,8 +1,9 @@
 """The files, apart from the weights, in which sentence-transformers describes an embedding model or a reranker.
 
 ``modules.json`` lists the modules. The first module is the transformer, whose files are in the folder itself. In an
-embedding model, pooling and normalization follow. In a reranker, the score follows. Each module after the first has a
-``config.json`` in a subfolder. ``config_sentence_transformers.json`` has the prompts.
+embedding model, a pooling module and a normalization module follow. In a reranker, a module that computes the score
+follows. Each module after the first has a ``config.json`` in a subfolder. ``config_sentence_transformers.json`` has the
+prompts.
 """
 
 import json
@@ -117,10 +118,11 @@ class EmbedderSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RerankerSettings:
-    """How a causal language model scores a document for a query: with the logits of two tokens after a prompt.
+    """The settings with which a causal language model scores a document for a query.
 
-    The score is the logit of ``yes`` minus the logit of ``no``. The sigmoid of the score is the probability of
-    ``yes`` over ``no``.
+    The model computes the logits of two tokens, ``yes`` and ``no``, after a prompt. The score is the logit of ``yes``
+    minus the logit of ``no``. The sigmoid of the score is the probability of ``yes``, given that the next token is one
+    of the two.
 
     Attributes:
         instruction: text that says what makes a document fit a query.
@@ -239,7 +241,7 @@ class _Files:
 
 
 def _read_pooling(where: str, described: Mapping[str, Any]) -> str:
-    """Return the pooling in a module's config, which may have an older format than sentence-transformers 6 writes."""
+    """Return the pooling in a module's config, which may have an older format than that of sentence-transformers 6."""
     keys = {key: name for name, key in _POOLING_KEYS.items()}
     chosen = [key for key in (*keys, *_OTHER_POOLING_KEYS) if described.get(f"pooling_mode_{key}")]
     poolings = described.get("pooling_mode", [keys.get(key, key) for key in chosen] or ["mean"])
@@ -253,7 +255,7 @@ def _read_pooling(where: str, described: Mapping[str, Any]) -> str:
 
 
 def _list_modules(package: str, names: list[str], transformer: str = "sentence_transformers.models") -> Any:
-    """Return the content of `MODULES`, which lists a transformer and then the modules ``names``."""
+    """Return the content of `MODULES`: a list of a transformer, followed by the modules ``names``."""
     types = [f"{transformer}.Transformer", *(f"{package}.{name}" for name in names)]
     paths = ["", *(f"{number}_{name}" for number, name in enumerate(names, 1))]
     return [

@@ -89,8 +89,7 @@ def pack_texts(texts: Sequence[Tensor], filler: int) -> Batch:
 
 
 def split_by_tokens(texts: Sequence[Tensor], most: int) -> list[list[int]]:
-    """Group texts into batches of at most ``most`` tokens, or of one longer text. Texts of a batch have similar
-    lengths.
+    """Group texts of similar lengths into batches of at most ``most`` tokens. A longer text forms its own batch.
 
     Args:
         texts: the token ids of each text, [n].
