@@ -140,7 +140,7 @@ def language_targets(model: CausalLM, targets: Sequence[str] | str = "all-linear
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Context manager within which a model runs without adapters, for example as a preference loss's reference model.
 
-    If a forward within the context is followed by a backward, the backward must also run within the context.
+    If the forward runs within the context, its backward must also run within the context.
 
     Raises:
         ValueError: the model has no adapters.
@@ -397,7 +397,7 @@ def _matched(target: str, modules: Mapping[str, str]) -> set[str]:
 
 
 def _hint(target: str, names: list[str], experts: dict[str, str], model: CausalLM, is_pattern: bool) -> str:
-    """Return advice that is added to the error about a target that matches nothing."""
+    """Return advice for the error message about a target that matches nothing."""
     # The target may refer to experts or to modules that can't have adapters, may be a pattern, or may be misspelled.
     endings = sorted(set(map(short_name, names)))
     short_names = {short_name(name) for expression in _entries(model).values() for name in expression.names()}

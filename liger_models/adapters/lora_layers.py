@@ -3,8 +3,8 @@
     y = W x + s · B A x          s = alpha / r (LoRA), alpha / sqrt(r) (rsLoRA)
     y = m · (W x + s · B A x) / ‖W + s · B A‖      for each row, with no gradient of the norm (DoRA)
 
-An adapter belongs to one matrix of the Hugging Face checkpoint (q_proj, gate_proj, ...). A packed projection holds
-several of these matrices, and the weight map says which rows belong to each matrix.
+Each adapter belongs to one matrix of the Hugging Face checkpoint (q_proj, gate_proj, ...). A packed projection holds
+several of these matrices, and the weight map says which of its rows belong to each matrix.
 
 Under tensor parallelism, an adapter is sharded like its weight. If the weight is sharded by rows, B and m are also
 sharded by rows. If the weight is sharded by columns, A is also sharded by columns. In this case, each rank's A x is a

@@ -262,7 +262,7 @@ class LigerMedusa(nn.Module):
         return self.model.lm_head(output) if self.share_lm_head else output
 
     def generate(self, input_ids: Any, *, max_new_tokens: int, **options: Any) -> Any:
-        """Return the same tokens as the model's `CausalLM.generate`. The heads' drafts save forwards."""
+        """Generate the same tokens as `CausalLM.generate` of the model. The heads' drafts save forwards."""
         return self.model.generate(input_ids, max_new_tokens=max_new_tokens, draft_model=self, **options)
 
     def targets(self, labels: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -290,7 +290,7 @@ class LigerMedusa(nn.Module):
         return x[..., : self.model.config.hidden_size]
 
     def _rows(self, x: Tensor) -> list[Tensor]:
-        """Return what each head passes to the shared projection, given the input of the model's own head."""
+        """For each head, return the input of the shared projection, given the input of the model's own head."""
         hidden, columns = self._hidden(x), x[..., self.model.config.hidden_size :]
         return [torch.cat([head(hidden), columns], -1) if columns.numel() else head(hidden) for head in self.heads]
 

@@ -7,10 +7,10 @@ Let e_t be the embedding of token t, and h_t the normalized output of the model'
 
 The block can also draft tokens: `LigerMTP` can be the ``draft_model`` of `CausalLM.generate` and `CausalLM.rollout`.
 
-The block is of the same kind as the model's own blocks: in Qwen3.5 it has full attention, and in DeepSeek V3 it has
-experts. L is the model's own loss. For L', the model's head predicts from h'_t the token that is two positions after t.
-L' is the mean cross entropy over all tokens t for which this target is in the same document and is not ignored.
-Training does not materialize the logits.
+The block is similar to the model's own blocks: in Qwen3.5 it has full attention, and in DeepSeek V3 it has experts. L
+is the model's own loss. For L', the model's head predicts from h'_t the token that is two positions after t. L' is the
+mean cross entropy over all tokens t for which this target is in the same document and is not ignored. Training does not
+materialize the logits.
 
 Source: https://arxiv.org/abs/2412.19437.
 """
@@ -291,7 +291,7 @@ class LigerMTP(nn.Module):
 
     @torch.no_grad()
     def acceptance(self, input_ids: Tensor, *, labels: Tensor, **inputs: Any) -> Tensor:
-        """Count the tokens of a text for which the block's most likely draft is also the model's most likely token.
+        """Count the tokens of a text for which the block's most likely token is also the model's most likely token.
 
         This is the number of first drafts that greedy decoding would accept if the model itself had written the text.
 

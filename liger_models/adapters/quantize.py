@@ -22,8 +22,8 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
     """Freeze the weights of linear layers and routed experts, and store them in 4 bits or in float8, in place.
 
     If the model has adapters, only linear layers with adapters are quantized. Otherwise, all linear layers of the
-    blocks are quantized. Experts are always quantized, because they hold almost all weights of a mixture of experts.
-    The head and the embedding are not quantized. This function needs torchao.
+    blocks are quantized. Routed experts are always quantized, because they hold almost all weights of a model that has
+    them. The head and the embedding are not quantized. This function needs torchao.
 
     Args:
         model: a model with or without adapters; adapters may also be added later. After `apply_ep`, each rank quantizes

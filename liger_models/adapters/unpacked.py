@@ -1,7 +1,8 @@
 """A tree of modules for PEFT. In the tree, a model's modules have the names that they have in transformers.
 
-PEFT finds modules by name and replaces them. Packed projections have other names and hold several matrices, so they are
-first split into one linear layer per matrix. The model keeps its blocks, its attention and its loss:
+PEFT finds modules by name and replaces them. Packed projections have names that PEFT does not know, and each holds
+several matrices. They are therefore first split into one linear layer per matrix. The model keeps its blocks, its
+attention and its loss:
 
     UnpackedModel                the tree, whose leaves are modules of the model
       model.layers.0.self_attn     Node
@@ -463,7 +464,7 @@ class UnpackedModel(Node):
     def prepare_inputs_for_generation(self) -> Callable[..., dict[str, Any]]:
         """The method ``prepare_inputs_for_generation`` of the model. PEFT replaces it to add learned prompts.
 
-        The ``generate`` of this package does not call this method.
+        This package's ``generate`` does not call this method.
         """
         method = getattr(self.inner, "prepare_inputs_for_generation", None)
         return method or (lambda input_ids, **inputs: {"input_ids": input_ids, **inputs})

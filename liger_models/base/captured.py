@@ -23,7 +23,7 @@ WARM_UPS = 3
 class CapturedStep:
     """The forward and backward of a training step for batches of one shape, run together by ``loss = step(batch)``.
 
-    As ``backward`` does, the step sets gradients that are None and adds to gradients that exist. The step allocates the
+    Like ``backward``, the step sets gradients that are None, and adds to gradients that exist. The step allocates the
     gradients itself and uses the same tensors in every call. Between calls, either set all gradients to None, or keep
     all tensors that the step has allocated. An optimizer and clipping may change the values in these tensors. Every
     call draws new random numbers for dropout. The optimizer is not part of the step.
@@ -161,7 +161,7 @@ class CapturedStep:
         return [parameters, [module.training for module in self.model.modules()]]
 
     def _warm_up(self) -> None:
-        """Run steps without a graph on the capture stream, then discard the gradients and restore the random state."""
+        """On the capture stream, run steps without a graph. Then discard gradients and restore the random state."""
         device, stream = self.model.device, capture_stream(self.model.device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.random.fork_rng([device]), torch.cuda.stream(stream):

@@ -177,8 +177,8 @@ class CausalLM(Decoder):
 
         ``loss = step(batch)`` does the work of ``loss = model(**batch).loss`` and ``loss.backward()`` in one launch.
         For batches of a few hundred tokens this is several times as fast as separate launches. The graph uses the
-        current addresses of the parameters, so move and freeze the model and add adapters before the capture. On the
-        CPU the step runs without a graph.
+        current addresses of the parameters, so move the model, freeze parameters and add adapters before the capture.
+        On the CPU the step runs without a graph.
 
         Args:
             batch: the forward's arguments by name, among them ``labels`` [B, T]. Tensors are copied, and a call may

@@ -115,8 +115,8 @@ class ImageProcessor(Processor):
     def joined(self, converted: Sequence[Any]) -> dict[str, Tensor]:
         """Join what ``self.images`` returned for several images into inputs of ``forward``; {} if there are no images.
 
-        By default, each result holds an image's tiles [tiles, 3, side, side], and ``pixel_values`` has the tiles of all
-        images.
+        By default, ``self.images`` returns an image's tiles [tiles, 3, side, side], and ``pixel_values`` are the tiles
+        of all images.
         """
         return {"pixel_values": join(converted)} if converted else {}
 

@@ -59,7 +59,7 @@ class Nearest(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The key for ranking architectures: the number of differences, then the number of lines of the module."""
+        """The key for sorting architectures: the number of differences, then the number of lines of the module."""
         lines = inspect.getsource(module_of(self.model_class)).count("\n")
         return len(self.unknown) + len(self.changes), lines
 
@@ -76,7 +76,7 @@ def arguments(config_class: Any) -> dict[str, Any]:
 
 
 def own_keys(hf: Mapping[str, Any], config_class: type) -> dict[str, Any]:
-    """Return the keys of a config.json that describe the architecture but are not fields of ``config_class``."""
+    """Return the keys of a config.json that describe the architecture and are not fields of ``config_class``."""
     # Rope settings are handled elsewhere, except `partial_rotary_factor`, which is a field of some config classes.
     rope = hf.get("rope_parameters") or {}
     keys = {**hf, **{key: value for key, value in rope.items() if key == "partial_rotary_factor"}}

@@ -208,7 +208,7 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
 def check_packing(model: CausalLM, lengths: tuple[int, ...] = LENGTHS) -> Iterator[Check]:
     """Compare documents in a packed row with the same documents alone.
 
-    Each document's logits, and the gradients of its embeddings, must be the same in the packed row and alone. The
+    Each document must have the same logits, and the same gradients of its embeddings, in the packed row and alone. The
     gradients of a document's logits with respect to the embeddings of all other documents must be exactly 0, so a leak
     is found even if it is smaller than rounding errors. The loss and the parameters' gradients of the packed row must
     equal the sums of those of the single documents. Within `deterministic_forward`, logits must be bitwise identical.
@@ -284,7 +284,7 @@ def _compare(
     limit: float,
     exact: bool,
 ) -> Check:
-    """Compare a document's logits [1, T, V] and gradients [1, T, C] when packed with those when alone."""
+    """Compare the logits [1, T, V] and gradients [1, T, C] of a packed document with those of the document alone."""
     logits_error, error = relative_error(packed, alone), relative_error(*gradients)
     same = torch.equal(packed, alone) if exact else logits_error <= limit
     words = "bit for bit" if exact and same else f"{logits_error:.1e}"

@@ -12,8 +12,8 @@ from liger_models.adapters.unpacked import UnpackedModel, unpack_projections
 class Adaptable:
     """Mixin for a model with a body ``model``. To PEFT, the model looks like the tree from `unpack_projections`.
 
-    When PEFT is about to look for modules, the model's projections are unpacked, and the tree's submodules replace the
-    submodules of the model and of its body. When PEFT has removed its adapters, the projections are packed again.
+    Before PEFT looks for modules, the model's projections are unpacked, and the submodules of the tree replace the
+    submodules of the model and of its body. After PEFT has removed its adapters, the projections are packed again.
     """
 
     model: Any

@@ -254,8 +254,8 @@ def _find(auto_class: Any, config: Any) -> Any:
     """Return the class of this package that an auto class maps a configuration class to; None if there is none.
 
     For a model type of transformers, our class appears in the auto classes where transformers has a class of the same
-    name. A new model type counts as a causal language model, and so does a language model that transformers lists only
-    as a part of other models.
+    name. Two kinds of models count as causal language models: a model type that transformers does not have, and a
+    language model that transformers lists only as a part of other models.
     """
     outer = getattr(config, "model_type", None)
     listed = class_name(auto_class, outer) if isinstance(outer, str) else None

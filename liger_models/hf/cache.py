@@ -98,8 +98,8 @@ class LigerCache(Cache):
     def layers(self) -> list[Any]:
         """For each layer, a cache layer of transformers with views of the layer's keys and values, [B, G, S, D].
 
-        Do not write to the views. A layer of linear attention is represented by a ``DummyLayer``. A layer of latent
-        attention has one key per token, which is the token's row of latents, and values of width 0.
+        Do not write to the views. A layer of linear attention is represented by a ``DummyLayer``. In a layer of latent
+        attention, the key of a token is its row of latents, and the values have width 0.
         """
         layers: list[Any] = []
         for i in range(len(self)):

@@ -33,7 +33,7 @@ SCORE = "score.weight"
 class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel):
     """A body with a linear head on the last token of each text. `liger_models.hf` has one class per model type.
 
-    The language-model head of the decoder is not used. It is tied to the embedding, so it adds no parameter.
+    The language-model head of the decoder is not used. That head is tied to the embedding, so it adds no parameter.
 
     Args:
         config: configuration for the transformers class with the same name.

@@ -1,4 +1,4 @@
-"""Support for lm-evaluation-harness, in which the models of this package have the model type ``liger_models``.
+"""Support for lm-evaluation-harness: registers the model type ``liger_models`` for the models of this package.
 
 ``python -m liger_models.hf.lm_eval`` runs the harness's command ``lm_eval`` with this model type available. In Python,
 import this module to register the model type.
@@ -20,7 +20,7 @@ TOKENS_PER_CHECK = 16
 
 
 class StopTexts(StoppingCriteria):
-    """Ends a batch at most `TOKENS_PER_CHECK` - 1 tokens after the point where all answers contain a stop text.
+    """Ends a batch at most `TOKENS_PER_CHECK` - 1 tokens after the token at which all answers contain a stop text.
 
     The harness cuts answers before their stop texts, so its results do not change. The harness's own criterion decodes
     all answers after each token, which takes longer than computing the token.

@@ -759,8 +759,8 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
     ) -> dict[str, Any]:
         """Return the arguments of the forward for the next tokens.
 
-        Pixels are passed only with the first tokens. When a row exceeds the length at which longrope switches its
-        frequencies, the cache is dropped, because the cached keys were rotated with the old frequencies.
+        Pixels are passed only with the first tokens. Longrope switches its frequencies at a certain length. When a row
+        exceeds this length, the cache is dropped, because its keys were rotated with the old frequencies.
         """
         decoder = self.model.decoder
         for name in ("tokenizer", "assistant_tokenizer"):  # generate does not remove these if stop_strings is given

@@ -8,7 +8,7 @@ temperature, and let p(i) be the index of the positive document of query i. The 
     CoSENT        log(1 + Σ exp((c_i − c_j) / τ)), over all pairs of examples i and j where i has the lower score
 
 In CoSENT, c_i is the cosine similarity of the two texts of example i. With Matryoshka dimensions, the loss is a sum
-over the numbers n in ``dimensions``; each term is the loss for the first n dimensions of the embeddings.
+over the numbers n in ``dimensions``. Each term of the sum is the loss for the first n dimensions of the embeddings.
 
 The N x M matrix of similarities is never stored. The contrastive loss is `linear_cross_entropy` with the documents as
 the weight of a head, and this op computes the matrix in chunks of queries. CoSENT needs no matrix at all: in a list of

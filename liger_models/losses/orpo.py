@@ -1,4 +1,4 @@
-"""Odds-ratio preference optimization (ORPO): the NLL plus a loss over pairs that needs no reference model."""
+"""Odds-ratio preference optimization (ORPO): the NLL plus a loss over pairs, without a reference model."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Simple preference optimization (SimPO): a loss over pairs that has a target margin and needs no reference model."""
+"""Simple preference optimization (SimPO): a loss over pairs with a target margin and without a reference model."""
 
 from torch import Tensor
 

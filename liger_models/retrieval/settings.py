@@ -189,7 +189,7 @@ class RerankerSettings:
 
 
 def is_bidirectional(folder: Path) -> bool:
-    """Return whether the files in the folder of an adapter say that its model is bidirectional."""
+    """Return whether, according to the files in an adapter's folder, its model is bidirectional."""
     path = folder / TRANSFORMER
     described = parse_json(path.read_bytes(), path) if path.is_file() else {}
     return (described.get("config_args") or {}).get("is_causal") is False
@@ -265,7 +265,7 @@ def _list_modules(package: str, names: list[str], transformer: str = "sentence_t
 
 
 def _write(folder: Path, files: Mapping[str, Any]) -> None:
-    """Write each JSON file through a temporary file. `MODULES`, which names the other files, must come last."""
+    """Write JSON files, each through a temporary file. `MODULES`, which names the others, must be the last one."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Batches of whole texts, packed into rows without padding in between, and pooling of each text's hidden states."""
+"""Packing of whole texts into rows without padding in between, and pooling of each text's hidden states."""
 
 import itertools
 from collections.abc import Iterable, Sequence
