@@ -437,8 +437,9 @@ class _Conversation:
         return 0 if prefix is None else prefix.count(_mark(number))
 
     def unrendered(self, learned: Sequence[int], elsewhere: Sequence[int] = ()) -> list[str]:
-        """Return the fields of messages that the text does not show. Reasoning in answers that are not learned is left
-        out.
+        """Return the fields of messages that the text does not show.
+
+        Reasoning in answers that are not learned is left out.
 
         Args:
             learned: the answers that are learned in this text.
