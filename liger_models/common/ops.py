@@ -51,6 +51,7 @@ from typing import Annotated, Any, Generic, NamedTuple, ParamSpec, TypeVar, Unio
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 LIBRARY = torch.library.Library("liger_models", "DEF")
@@ -267,6 +268,8 @@ class Op(Generic[Inputs, Outputs]):
         torch.library.register_fake(f"{LIBRARY.ns}::{name}", self._flat(fake), lib=LIBRARY)
         self.run = getattr(getattr(torch.ops, LIBRARY.ns), name).default
         """The op with flat arguments and results."""
+        self.kernel = _autograd_kernel(self.run, *_no_derivative(name))
+        LIBRARY.impl(name, lambda *arguments: self.kernel(*arguments), "Autograd")
         self.apply: Callable[..., Any] | None = None
         """The differentiable op without the dispatcher. It takes the inputs as a NamedTuple and again as flat
         arguments."""
@@ -333,6 +336,8 @@ class Op(Generic[Inputs, Outputs]):
             return named if outputs is None else outputs.flatten(named)
 
         def flat_backward(ctx: Any, *d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+            if all(d_output is None for d_output in d_outputs):
+                return (None,) * count
             named: Any = d_outputs[0] if outputs is None else outputs.unflatten(*d_outputs)
             values = saved.unflatten(*restore((*ctx.saved_tensors, *ctx.constants)))
             result: list[Tensor | None] = [None] * count
@@ -340,7 +345,7 @@ class Op(Generic[Inputs, Outputs]):
                 result[place] = gradient
             return tuple(result)
 
-        register_autograd(self.name, flat_backward, setup)
+        self.kernel = _autograd_kernel(self.run, flat_backward, setup)
         alone = _function(self.name, forward, lambda ctx, *d_outputs: (None, *flat_backward(ctx, *d_outputs)))
         self.apply = alone.apply
 
@@ -358,6 +363,7 @@ def _need_without_dispatcher(arguments: Sequence[Any]) -> bool | None:
         or torch._C._len_torch_function_stack() != 0
         or torch._C._are_functorch_transforms_active()
         or torch._C._autograd._profiler_enabled()
+        or forward_ad._current_level >= 0
     ):
         return None
     need = False
@@ -448,7 +454,10 @@ def define_op(
     fake = fake if callable(fake) else _fake_like([list(hints).index(name) for name in fake.split()])
     torch.library.register_fake(f"{LIBRARY.ns}::{name}", fake, lib=LIBRARY)
     if backward is None:
-        run = without_dispatcher(getattr(getattr(torch.ops, LIBRARY.ns), name).default, forward)
+        op = getattr(getattr(torch.ops, LIBRARY.ns), name).default
+        if not op._schema.is_mutable:
+            LIBRARY.impl(name, _autograd_kernel(op, *_no_derivative(name)), "Autograd")
+        run = without_dispatcher(op, forward)
     else:
         groups = {parameter: inputs.split() for parameter, inputs in (needs or {}).items()}
         setup, differentiate = _autograd_functions(
@@ -559,7 +568,7 @@ def _autograd_functions(
     d_outputs = ", ".join(upstream.get(name, f"_d_{name}") for name in outputs)
     source = [
         "def setup(_ctx, _inputs, _output):",
-        *(f"    {line}" for line in setup),
+        *(f"    {line}" for line in setup or ["pass"]),
         f"def differentiate(_ctx, {d_outputs}):",
         *(f"    {line}" for line in differentiate),
     ]
@@ -571,8 +580,68 @@ def _autograd_functions(
 def _function(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
     """Create an autograd function whose ``apply`` omits work that `torch.autograd.Function` does only for
     torch.func."""
-    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(
+            f"{name}: this op has no forward-mode derivative (jvp), got an input with a tangent. Use reverse mode, or "
+            "run plain PyTorch: kernels.reference_backend(), and kernel=False in layers."
+        )
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward), "jvp": staticmethod(jvp)}
     return type(f"_{name}", (_SingleLevelFunction,), members)
+
+
+def _no_derivative(name: str) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """Return ``backward`` and ``setup_context`` for an op without a derivative. The backward raises RuntimeError.
+
+    Without them, autograd would treat the results of the op as constants. Second derivatives, which pass through the
+    ops that compute first derivatives, would silently lack terms.
+    """
+
+    def backward(ctx: Any, *d_outputs: Any) -> Any:
+        raise RuntimeError(
+            f"{name}: this op has no derivative, got a backward through its result. For second derivatives, run the "
+            "forward in plain PyTorch: kernels.reference_backend(), and kernel=False in layers."
+        )
+
+    return backward, lambda ctx, inputs, output: None
+
+
+def _autograd_kernel(op: Any, backward: Callable[..., Any], setup_context: Callable[..., None]) -> Callable[..., Any]:
+    """Return the implementation of an op for the dispatch key Autograd, from arguments as in `register_autograd`."""
+    defaults = [argument.default_value for argument in op._schema.arguments]
+    call = op._op  # avoids a Python frame
+
+    def run(*inputs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return call(*inputs)
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            # An autograd function disables gradients in its forward, but outer levels of torch.func may need them.
+            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                output = run(*inputs)
+        else:
+            output = run(*inputs)
+        setup_context(ctx, (*inputs, *defaults[len(inputs) :]), output)
+        return output
+
+    # As for PyTorch's own ops, the dispatcher calls `differentiable` once per level of torch.func transforms, such as
+    # grad. A function for a single level therefore suffices.
+    function = _function(op._schema.name.partition("::")[2], forward, backward)
+
+    def differentiable(*inputs: Any) -> Any:
+        needed = forward_ad._current_level >= 0 or (
+            torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
+        )
+        if not needed:
+            return run(*inputs)
+        if torch._C._are_functorch_transforms_active():
+            with enable_single_level_autograd_function():
+                return function.apply(*inputs)
+        return function.apply(*inputs)
+
+    return differentiable
 
 
 def register_autograd(
@@ -597,33 +666,7 @@ def register_autograd(
         The op or, with ``implementation``, the result of `without_dispatcher`.
     """
     op = getattr(getattr(torch.ops, library.ns), name).default
-    defaults = [argument.default_value for argument in op._schema.arguments]
-
-    call = op._op  # avoids a Python frame
-
-    def run(*inputs: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return call(*inputs)
-
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        output = run(*inputs)
-        setup_context(ctx, (*inputs, *defaults[len(inputs) :]), output)
-        return output
-
-    # As for PyTorch's own ops, the dispatcher calls `differentiable` once per level of torch.func transforms, such as
-    # grad. A function for a single level therefore suffices.
-    function = _function(name, forward, backward)
-
-    def differentiable(*inputs: Any) -> Any:
-        needed = torch.is_grad_enabled() and any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
-        if not needed:
-            return run(*inputs)
-        if torch._C._are_functorch_transforms_active():
-            with enable_single_level_autograd_function():
-                return function.apply(*inputs)
-        return function.apply(*inputs)
-
-    library.impl(name, differentiable, "Autograd")
+    library.impl(name, _autograd_kernel(op, backward, setup_context), "Autograd")
     if implementation is None:
         return op  # type: ignore[no-any-return]
 

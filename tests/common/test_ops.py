@@ -148,6 +148,79 @@ def test_op(keep):
     )
 
 
+def _doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def _doubled_backward(dy: Tensor) -> Tensor:
+    return DOUBLED_BACKWARD(dy)
+
+
+DOUBLED_BACKWARD = define_op("doubled_backward_of_the_tests", _doubled, "x")
+DOUBLED = define_op("doubled_of_the_tests", _doubled, "x", backward=_doubled_backward, gradients="x")
+
+
+def product(x):
+    return op(Product(x, Norm(torch.full((4,), 3.0), 0.5), False)).y
+
+
+@pytest.mark.parametrize("function", [DOUBLED, product, DOUBLED_BACKWARD])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_forward_mode_is_an_error(function, requires_grad):
+    """And not a tangent of zero, or none."""
+    x, tangent = torch.randn(3, 4, requires_grad=requires_grad), torch.randn(3, 4)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, tangent)
+        with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
+            function(dual)
+        function(x)  # has no tangent
+    with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
+        torch.func.jvp(function, (x,), (tangent,))
+
+
+def test_a_second_derivative_through_an_op_without_a_backward_is_an_error():
+    """And not a gradient that lacks terms."""
+    x = torch.randn(3, 4, requires_grad=True)
+    loss = lambda x: DOUBLED(x).square().sum()
+    (gradient,) = torch.autograd.grad(loss(x), x, create_graph=True)
+    torch.testing.assert_close(gradient, 8 * x)
+    with pytest.raises(RuntimeError, match="doubled_backward_of_the_tests: this op has no derivative"):
+        gradient.sum().backward()
+    with pytest.raises(RuntimeError, match="doubled_backward_of_the_tests: this op has no derivative"):
+        torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(x.detach())
+
+
+@pytest.mark.parametrize("function", [DOUBLED, product])
+def test_outer_levels_of_transforms_get_their_gradients(function):
+    x = torch.randn(3, 4, requires_grad=True)
+    scale = torch.tensor(2.0)
+
+    def inner(scale, x):
+        y = (scale * function(scale * x)).sum()
+        return y, y
+
+    want = torch.autograd.grad(2 * function(2 * x).sum(), x)
+    _, y = torch.func.grad(inner, has_aux=True)(scale, x)
+    torch.testing.assert_close(torch.autograd.grad(y, x), want)
+    total = lambda x: torch.func.grad(inner, has_aux=True)(scale, x)[1]
+    torch.testing.assert_close(torch.func.grad(total)(x), want[0])
+
+
+def test_inputs_get_no_gradients_if_no_output_has_one():
+    class NoGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return None
+
+    x = torch.randn(3, 4, requires_grad=True)
+    NoGradient.apply(product(x)).sum().backward()
+    assert x.grad is None
+
+
 def test_gradients_have_names_of_inputs():
     class Other(NamedTuple):
         y: Tensor | None

@@ -60,9 +60,17 @@ def _grouped_backward(
     return d_rows, GROUPED_OUTER(rows, d_product, ends) if need_weight else None
 
 
+def _outer_backward(
+    d_outer: Tensor, left: Tensor, right: Tensor, ends: Tensor, need_left: bool, need_right: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    d_left = GROUPED_PRODUCT(right, d_outer.transpose(1, 2), ends) if need_left else None
+    return d_left, GROUPED_PRODUCT(left, d_outer, ends) if need_right else None
+
+
 GROUPED_OUTER = define_op(
     "grouped_outer", _grouped_outer_loop,
     lambda left, right, ends: left.new_empty(ends.shape[0], left.shape[1], right.shape[1]),
+    backward=_outer_backward, gradients="left right",
 )  # fmt: skip
 GROUPED_PRODUCT = define_op(
     "grouped_product", _grouped_product_loop,

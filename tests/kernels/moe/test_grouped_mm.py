@@ -64,3 +64,9 @@ def test_opcheck_of_the_reference():
     ends = torch.tensor([1, 1, 4])
     opcheck(torch.ops.liger_models.grouped_product, (rows, weight.transpose(1, 2), ends))
     opcheck(torch.ops.liger_models.grouped_outer, (rows.detach(), rows.detach(), ends))
+
+
+def test_second_derivatives_of_the_reference():
+    rows, weight, ends = torch.randn(7, 3).double(), torch.randn(3, 3, 4).double(), torch.tensor([2, 2, 7])
+    product = lambda rows, weight: grouped_mm_module.GROUPED_PRODUCT(rows, weight, ends)
+    assert torch.autograd.gradgradcheck(product, (rows.requires_grad_(), weight.requires_grad_()))
