@@ -72,7 +72,18 @@ def _scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
 
 
-SCALE_CAST = define_op("scale_cast", _scale_cast, lambda x, scale, dtype: torch.empty_like(x, dtype=dtype))
+def _no_second_derivative(d_result: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Raise RuntimeError. The gradients that the forward of a loss computed have no graph."""
+    raise RuntimeError(
+        "backward: a fused loss has no second derivative, got create_graph=True or a transform that computes one. Use "
+        "a loss of the logits."
+    )
+
+
+SCALE_CAST = define_op(
+    "scale_cast", _scale_cast, lambda x, scale, dtype: torch.empty_like(x, dtype=dtype),
+    backward=_no_second_derivative, gradients="x scale",
+)  # fmt: skip
 
 
 class HeadGradients(NamedTuple):
@@ -105,8 +116,11 @@ def fused_loss(op: Op[Any, Any], inputs: Any) -> tuple[Any, ...]:
         inputs: the inputs of the op. This function sets ``needs``.
     """
     training = torch.is_grad_enabled()
+    # Within transforms of torch.func, ``requires_grad`` does not say whether an outer level needs the gradient.
+    transformed = torch._C._are_functorch_transforms_active()
     needs = (
-        training and tensor is not None and tensor.requires_grad for tensor in (inputs.x, inputs.weight, inputs.bias)
+        training and tensor is not None and (transformed or tensor.requires_grad)
+        for tensor in (inputs.x, inputs.weight, inputs.bias)
     )
     arguments = op.inputs.flatten(inputs._replace(needs=HeadGradients(*needs)))
     run = op.run if is_traced() else partial(HandOver.apply, op.run, sum(op.inputs.is_tensor), (0, 1, 3))
@@ -144,9 +158,12 @@ def where_needed(gradients: HeadGradients, needs: HeadNeeds) -> HeadGradients:
 
 
 def save_scalar_loss(ctx: Any, inputs: Any, outputs: Any, needs: HeadNeeds) -> ScalarLossSaved:
-    """Return what a scalar loss saves in compiled graphs, and mark all outputs except the loss as constants."""
+    """Return what a scalar loss saves in compiled graphs and within torch.func. Mark constant outputs.
+
+    The gradients are not marked, because autograd would then leave them out of a second derivative without an error.
+    """
     _, *others, gradients, scale = outputs
-    ctx.mark_non_differentiable(*others, *gradients, scale)
+    ctx.mark_non_differentiable(*others, scale)
     dtypes = (None if tensor is None else tensor.dtype for tensor in (inputs.x, inputs.weight, inputs.bias))
     return ScalarLossSaved(gradients, scale, *dtypes)  # type: ignore[arg-type]
 
@@ -186,10 +203,8 @@ class HandOver(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> Any:
-        if torch.is_grad_enabled():  # create_graph is True, but gradients that the forward computed have no graph
-            raise RuntimeError(
-                "backward: a fused loss has no second derivative, got create_graph=True. Use a loss of the logits."
-            )
+        if torch.is_grad_enabled():  # create_graph is True
+            _no_second_derivative(upstream)
         *inputs, scale = ctx.saved_tensors
         result: list[Tensor | None] = [None] * (3 + len(inputs) + len(ctx.options))
         if upstream is None:

@@ -277,6 +277,26 @@ def test_a_second_derivative_is_an_error(backend, head):
         torch.autograd.grad(loss, x, create_graph=True)
 
 
+def test_a_second_derivative_by_transforms_is_an_error(backend):
+    x, weight, target = torch.randn(N, C, device=backend), torch.randn(V, C, device=backend), targets(backend)
+    first = torch.func.grad(lambda x, weight: linear_cross_entropy(x, weight, target).loss)
+    with pytest.raises(RuntimeError, match="a fused loss has no second derivative"):
+        torch.func.grad(lambda weight: first(x, weight).square().sum())(weight)
+
+
+def test_outer_levels_of_transforms_get_the_gradients_of_the_loss(backend):
+    x, weight, target = torch.randn(N, C, device=backend), torch.randn(V, C, device=backend), targets(backend)
+    weight.requires_grad_()
+
+    def inner(scale):
+        loss = linear_cross_entropy(x, weight, target).loss
+        return scale * loss, loss
+
+    _, loss = torch.func.grad(inner, has_aux=True)(torch.tensor(2.0, device=backend))
+    want = torch.autograd.grad(linear_cross_entropy(x, weight, target).loss, weight)
+    torch.testing.assert_close(torch.autograd.grad(loss, weight), want)
+
+
 def test_logits_that_another_op_saved_are_not_overwritten(backend):
     x = torch.randn(N, V, device=backend, requires_grad=True)
     logits = x.exp()  # exp saves its output
