@@ -85,15 +85,23 @@ class BaseAttention(Layer):
         Without a norm, attention is applied to the sum. The backward recomputes the normalized activations. If
         ``recompute`` is True, the backward recomputes everything except the output projection.
         """
+        compute = self._call if self.overrides_forward else self._add_norm
         if norm is None:
             # Only the sum is saved, not its two terms.
             _, residual = add_norm(None, x, residual)
             x = None
         if not recomputes(self) or layout.cache is not None:  # recomputation would append to the cache again
-            return self._add_norm(norm, x, residual, layout)
+            return compute(norm, x, residual, layout)
         random = draws(self, self.dropout)
-        outputs: tuple[Tensor, Tensor] = run_twice(self._add_norm, norm, x, residual, layout, preserve_rng_state=random)
+        outputs: tuple[Tensor, Tensor] = run_twice(compute, norm, x, residual, layout, preserve_rng_state=random)
         return outputs
+
+    def _call(
+        self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
+    ) -> tuple[Tensor, Tensor]:
+        """Compute `add_norm` by a call of the layer, for a derived class that overrides ``forward``."""
+        normed, residual = add_norm(norm, x, residual)
+        return self(normed, layout), residual
 
     def _add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout

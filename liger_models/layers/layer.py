@@ -105,6 +105,16 @@ class Layer(nn.Module):
     them as a separate group.
     """
 
+    overrides_forward: bool = False
+    """Whether the class overrides ``forward``, but not ``_add_norm``, which would not call ``forward``. It is set for
+    each derived class.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "forward" in vars(cls) or "_add_norm" in vars(cls):
+            cls.overrides_forward = "_add_norm" not in vars(cls)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         if not self.wide:
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

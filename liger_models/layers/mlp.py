@@ -135,17 +135,25 @@ class GatedMLP(Layer):
         product. If ``recompute`` is True, it also recomputes the gate and up projection.
         """
         fused = None
-        if self._fuses(residual):
+        if self._fuses(residual) and not self._must_be_called():
             fused = FusedNorm(None) if norm is None else fused_norm(norm)
-        # The MLP is not fused if it has no kernel, or if the norm or a projection must be called as a module.
+        # The MLP is not fused if it has no kernel, or if the MLP, the norm or a projection must be called as a module.
         if fused is None:
             if recomputes(self):
                 residual, _ = add_norm(None, x, residual)  # only the sum is saved
                 return run_twice(self._of_sum, norm, residual), residual
             normed, residual = add_norm(norm, x, residual)
             return self(normed), residual
-        # The MLP is fused. If its inner width is sharded, the op returns this rank's partial sum, and the bias is added
-        # to the total of all ranks.
+        return self._fused(fused, x, residual)
+
+    def _must_be_called(self) -> bool:
+        """Whether the MLP has hooks, or a derived class replaces its forward."""
+        return is_hooked(self) or type(self).forward not in (GatedMLP.forward, TiledMLP.forward)
+
+    def _fused(self, fused: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute `add_norm` by one op."""
+        # If the inner width is sharded, the op returns this rank's partial sum, and the bias is added to the total of
+        # all ranks.
         up_proj, down_proj = self.gate_up_proj, self.down_proj
         partial = row_parallel(down_proj)
         gate_up, down = weight_of(up_proj, residual), weight_of(down_proj, residual)
@@ -330,7 +338,7 @@ class LigerMLP(Layer):
         return self._add_norm(norm, x, residual)
 
     def _add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        if is_hooked(self):
+        if is_hooked(self) or self.overrides_forward:
             normed, residual = add_norm(norm, x, residual)
             return self(normed), residual
         hidden, residual = add_norm_linear(norm, self.fc1, x, residual)
@@ -390,7 +398,7 @@ class TiledMLP(GatedMLP):
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., C] to [..., C]."""
         if self._fuses(x):
-            return self.add_norm(None, None, x)[0]
+            return self._fused(FusedNorm(None), None, x)[0]
         if not recomputes(self):
             return super().forward(x)
         y: Tensor = run_twice(super().forward, x)

@@ -5,11 +5,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from liger_models.distributed.collectives import Group
 from liger_models.layers.attention import BaseAttention, LigerAttention
 from liger_models.layers.attention_backends import MOST_SCORES, AttentionCall, _segments, attention
 from liger_models.layers.batch import BatchLayout
+from liger_models.layers.gated_conv import LigerGatedConv
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.masks import Mask, Segments
 from liger_models.layers.norm import LigerRMSNorm, add_norm
@@ -561,6 +563,29 @@ def test_an_attention_layer_with_its_own_projection(policy):
     torch.testing.assert_close(torch.autograd.grad(y.sum(), x), torch.autograd.grad(want.sum(), x))
 
 
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("base", [LigerAttention, LigerGatedConv])
+def test_a_forward_of_a_derived_class_is_called(base, policy):
+    class Scaled(base):
+        def forward(self, x, layout):
+            return 3 * super().forward(x, layout)
+
+    def build(layer_class):
+        torch.manual_seed(0)
+        layer = layer_class(8, 2, 1, 4, layer=0, rotary=None) if base is LigerAttention else layer_class(8, 3, layer=0)
+        layer.set_policy(policy)
+        return layer
+
+    norm, x, layout = LigerRMSNorm(8), torch.randn(2, 6, 8), sequence(2, 6)
+    plain, scaled = build(base), build(Scaled)
+    want, _ = plain.add_norm(norm, None, x, layout)
+    y, _ = scaled.add_norm(norm, None, x, layout)
+    torch.testing.assert_close(y, 3 * want)
+    pairs = (y, scaled), (3 * want, plain)
+    gradients = [torch.autograd.grad(out.sum(), [*layer.parameters()]) for out, layer in pairs]
+    torch.testing.assert_close(*gradients)
+
+
 def test_a_projection_that_nothing_knows_how_to_shard_is_refused():
     layer, group = SharedProjection(), Group("none", 2, 0)
     assert not layer.can_shard(2)
@@ -568,6 +593,53 @@ def test_a_projection_that_nothing_knows_how_to_shard_is_refused():
         layer.shard(group)
     with pytest.raises(ValueError, match="apply_cp: SharedProjection must define shard_tokens"):
         layer.shard_tokens(group)
+
+
+class DoubledNorm(LigerRMSNorm):
+    def forward(self, hidden_states):
+        return 2 * super().forward(hidden_states)
+
+
+def _replace(layer):
+    layer.q_norm = DoubledNorm(layer.q_norm.hidden_size)
+
+
+def _replace_by_layer_norm(layer):
+    layer.k_norm = nn.LayerNorm(layer.k_norm.hidden_size)
+
+
+def _prune_and_train(layer):
+    prune.l1_unstructured(layer.q_norm, "weight", amount=0.5)
+    with torch.no_grad():
+        layer.q_norm.weight_orig.mul_(3)
+
+
+CHANGES = {
+    "hook": lambda layer: layer.k_norm.register_forward_hook(lambda module, args, out: 2 * out),
+    "replaced": _replace,
+    "layer-norm": _replace_by_layer_norm,
+    "pruned": _prune_and_train,
+    "constants": lambda layer: setattr(layer.k_norm, "eps", 0.5),
+}
+
+
+@pytest.mark.parametrize("whole_projection", [False, True])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_norms_of_queries_and_keys_that_changed_are_called(change, whole_projection, backend):
+    torch.manual_seed(0)
+    layer = LigerQKNormAttention(8, 2, 1, 4, layer=0, norm=LigerRMSNorm, whole_projection=whole_projection, rotary=None)
+    change(layer)
+    layer.to(backend)
+    x = torch.randn(2, 6, 8, device=backend)
+    y = layer(x, BatchLayout.build((2, 6), x.device, {}))
+    q, k, v = layer.qkv_proj(x).split([8, 4, 4], -1)
+    q, k, v = (heads.unflatten(-1, (-1, 4)) for heads in (q, k, v))
+    if whole_projection:
+        q, k = layer.q_norm(q.flatten(2)).view(q.shape), layer.k_norm(k.flatten(2)).view(k.shape)
+    else:
+        q, k = layer.q_norm(q), layer.k_norm(k)
+    heads = F.scaled_dot_product_attention(*(h.transpose(1, 2) for h in (q, k, v)), is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(y, layer.o_proj(heads.transpose(1, 2).flatten(2)))
 
 
 def test_norms_of_queries_and_keys_that_would_not_be_called_are_refused():

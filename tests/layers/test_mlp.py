@@ -219,6 +219,35 @@ def test_hooks_of_a_plain_mlp_are_called(recompute, backend):
     torch.testing.assert_close(mlp.add_norm(norm, None, residual)[0], 2 * expected)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("base", [LigerSwiGLUMLP, LigerTiledSwiGLUMLP, LigerMLP])
+def test_a_forward_of_a_derived_class_and_hooks_are_called(base, recompute, backend):
+    class Scaled(base):
+        def forward(self, x):
+            return 3 * super().forward(x)
+
+    def build(mlp_class):
+        torch.manual_seed(0)
+        mlp = LigerMLP if base is LigerMLP else LigerSwiGLUMLP
+        layer = mlp_class(8, 12, act="gelu") if mlp is LigerMLP else mlp_class(CONFIG)
+        layer.recompute = recompute
+        return layer.to(backend)
+
+    norm, residual = LigerRMSNorm(8).to(backend), torch.randn(2, 3, 8, device=backend)
+    plain, scaled, hooked = build(base), build(Scaled), build(base)
+    hooked.register_forward_hook(lambda module, args, out: 3 * out)
+    want = 3 * plain(norm(residual))
+    for mlp in (scaled, hooked):
+        y, _ = mlp.add_norm(norm, None, residual)
+        torch.testing.assert_close(y, want)
+        torch.testing.assert_close(mlp(norm(residual)), want)
+        weights = [norm.weight, *mlp.parameters()]
+        torch.testing.assert_close(
+            torch.autograd.grad(y.sum(), weights),
+            torch.autograd.grad(3 * plain(norm(residual)).sum(), [norm.weight, *plain.parameters()]),
+        )
+
+
 @by_norm
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_plain_mlp_keeps_no_normed_activations(make_norm, bias, kernel_device):
