@@ -14,6 +14,7 @@ from liger_models.kernels.rope.rope import rope, rope_reference, split_heads
 from liger_models.layers.attention import LigerAttention
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.norm import LigerRMSNorm
+from liger_models.layers.recompute import is_hooked
 
 
 class LigerQKNormAttention(LigerAttention):
@@ -21,7 +22,7 @@ class LigerQKNormAttention(LigerAttention):
 
     Args:
         norm: function that returns a `LigerRMSNorm` of a given width. Fused ops read its weight and its constants, but
-            do not call it.
+            do not call it unless it has hooks or was replaced.
         whole_projection: whether to normalize all heads together (OLMo 2) instead of each head separately (Qwen3, Gemma
             3).
         clip: limit to which the absolute values of q, k and v are clipped after the norms; None for no limit. It
@@ -77,6 +78,8 @@ class LigerQKNormAttention(LigerAttention):
     def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
         if self.mean_group is not None or self.clip is not None:
             return self._split_unfused(qkv, layout, self.mean_group)
+        if not self._reads_norms():
+            return self._split_by_calls(qkv, layout)
         split = qk_norm_rope if self.rope_kernel and self.q_norm.kernel else qk_norm_rope_reference
         cos, sin = self._tables(layout)
         return split(
@@ -85,6 +88,28 @@ class LigerQKNormAttention(LigerAttention):
             eps=self.q_norm.eps, weight_offset=self.q_norm.offset, scale_in_fp32=self.q_norm.scale_in_fp32,
             interleaved=self.interleaved,
         )  # fmt: skip
+
+    def _reads_norms(self) -> bool:
+        """Whether a fused op may read the norms, which have the same constants, instead of calling them."""
+        norms = self.q_norm, self.k_norm
+        if any(getattr(type(norm), "forward", None) is not LigerRMSNorm.forward or is_hooked(norm) for norm in norms):
+            return False
+        q_constants, k_constants = ((norm.eps, norm.offset, norm.scale_in_fp32, norm.kernel) for norm in norms)
+        return q_constants == k_constants
+
+    def _split_by_calls(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute `_split` by calls of the norms, for norms that were replaced or have hooks."""
+        *heads, v = split_heads(qkv, self.num_heads, self.num_kv_heads, self.head_dim)
+        cos, sin = self._tables(layout)
+        rotate = rope if self.rope_kernel else rope_reference
+        results = []
+        for norm, x in zip((self.q_norm, self.k_norm), heads, strict=True):
+            normed = norm(x.flatten(2)).view(x.shape) if self.whole_projection else norm(x)
+            if cos is not None and sin is not None:
+                normed = rotate(normed, cos, sin, interleaved=self.interleaved)
+            results.append(normed)
+        q, k = results
+        return q, k, v
 
     def _split_unfused(self, qkv: Tensor, layout: BatchLayout, group: Group | None) -> tuple[Tensor, Tensor, Tensor]:
         """Compute `_split` in separate steps, with norms over all heads. If ``clip`` is set, clip q, k and v.
@@ -138,5 +163,5 @@ class LigerGatedAttention(LigerQKNormAttention):
         groups = qkv.unflatten(-1, (self.num_kv_heads, -1, self.head_dim))  # [B, T, G, 2 H / G + 2, D]
         q, gate, kv = groups.split([queries, queries, 2], 3)
         out: Tensor = super()._mix(torch.cat([q, kv], 3).flatten(2), layout)
-        multiply = gated_norm if self.q_norm.kernel else gated_norm_reference
+        multiply = gated_norm if getattr(self.q_norm, "kernel", True) else gated_norm_reference
         return multiply(out.reshape(gate.shape), gate, None, act="sigmoid").flatten(2)
