@@ -29,9 +29,9 @@ NamedTuples. The op's schema is derived from the annotations of the NamedTuples'
     outputs = op(Inputs(x=x, norm=norm, weight=weight))
 
 `Op.differentiable` adds the backward, with two more NamedTuples: one for the saved values, and one for the gradients.
-The NamedTuple of gradients has two uses, so its fields are annotated as `Any`. As the annotation ``Gradients``, it
-holds gradients, and its fields stand for ``Tensor | None``. As the annotation ``Annotated[Gradients, bool]``, it says
-which gradients are needed, and its fields stand for bools::
+The NamedTuple of gradients has two uses, so its fields are annotated as `Any`. If a parameter is annotated with
+``Gradients``, the NamedTuple holds the gradients, and each field is a ``Tensor | None``. If it is annotated with
+``Annotated[Gradients, bool]``, the NamedTuple says which gradients are needed, and each field is a bool::
 
     class Gradients(NamedTuple):
         x: Any = None

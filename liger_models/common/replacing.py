@@ -10,9 +10,9 @@ from pathlib import Path
 def replacing(path: Path) -> Iterator[Path]:
     """Context manager that yields the path of a new file next to ``path``. On exit, this file replaces ``path``.
 
-    If the block fails, the new file is removed and the old file stays. A killed process leaves both files behind. The
-    new file has a unique name, so several processes, even on different machines, may write to ``path`` at the same
-    time; one of their files remains.
+    If the ``with`` block raises an exception, the new file is removed and the old file stays. If the process is killed,
+    both files stay. The new file has a unique name, so several processes, even on different machines, may write to
+    ``path`` at the same time; one of their files remains.
     """
     new = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.new")
     try:

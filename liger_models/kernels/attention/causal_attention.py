@@ -1,4 +1,5 @@
-"""Causal attention for head dimensions up to 576. Attention kernels of other libraries support at most 256.
+"""Causal attention for head dimensions up to 576. Attention kernels of other libraries support head dimensions of at
+most 256.
 
 Queries and keys have D columns, and values have V columns. There are T queries and S keys, and query i is token i + S −
 T. A query sees a key if the key belongs to the query's document, is not after the query, and is fewer than ``window``
@@ -127,7 +128,10 @@ def choose_tiles(x: Tensor) -> Tiles:
 def causal_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None, *, scale: float, window: int | None = None
 ) -> Tensor:
-    """Compute `causal_attention` in plain PyTorch. All scores are in memory, and fp64 inputs are computed in fp64."""
+    """Compute `causal_attention` in plain PyTorch.
+
+    All scores are in memory at once. If the inputs are fp64, so are all computations.
+    """
     T, S, queries = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(queries, 1) for x in (k, v))
     key = torch.arange(S, device=q.device)

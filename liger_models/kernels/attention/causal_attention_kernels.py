@@ -346,9 +346,9 @@ def gradients_kernel(
     """Write a tile of dv, dk or dq per program.
 
     The sums have very unequal lengths. One launch computes all three gradients, so that a multiprocessor that has
-    finished a long sum always finds a shorter one to compute next. A program's second index is the rank of its tile in
-    the order from long to short sums. First come the tiles of dq whose queries see the most keys, and the tiles of dk
-    and dv whose keys are seen by the most queries.
+    finished a long sum always finds a shorter one to compute next. The tiles are ordered from long to short sums, and
+    the second index of a program is its tile's place in this order. The first tiles are those of dq whose queries see
+    the most keys, and those of dk and dv whose keys are seen by the most queries.
     """
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     ACROSS_K: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D

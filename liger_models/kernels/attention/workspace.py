@@ -5,15 +5,15 @@ launch fills the workspace for some query heads, which are called the launch's *
 tile has a place only if one of its queries sees one of its keys, so a later query tile has more places than an earlier
 one. To make every slot a rectangle, query tiles are paired such that all pairs see about the same number of keys. The
 last tile is paired with the first, the second to last with the second, and so on. If the number of query tiles is odd,
-the last tile has no partner. For example, query tiles 0 to 4 make 3 pairs with 5 places each. The table shows the query
-tile at each place. Within a query tile, the key tiles are in order::
+the last tile has no partner. For example, query tiles 0 to 4 make 3 pairs with 5 places each. The table shows which
+query tile each place belongs to. The key tiles of a query tile are at consecutive places, in order::
 
     pair 0    4 4 4 4 4
     pair 1    3 3 3 3 0
     pair 2    2 2 2 1 1
 
-`first_place` and `tile_at` map between tiles and places on the device. `launches` divides heads and queries among
-launches on the host.
+On the device, `first_place` maps a tile to its place, and `tile_at` maps a place to its tile. On the host, `launches`
+splits the heads and queries into launches.
 """
 
 import math
@@ -81,7 +81,10 @@ def slot_head(slot, part, H: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def first_place(slot, tile, part, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the place of the first key tile that a query tile sees. The places of its other key tiles follow."""
+    """Return the place of the first key tile that a query tile sees.
+
+    The query tile's other key tiles are at the following places.
+    """
     upper = tile >= part.tiles // 2  # True for the later tile of a pair, whose places come first
     pair = tl.where(upper, part.tiles - 1 - tile, tile + part.tiles % 2)
     position = part.query + part.S - part.T
@@ -152,7 +155,7 @@ class Launch(NamedTuple):
 def parts_of_queries(
     T: int, S: int, block_m: int, block_n: int, matrices: int
 ) -> tuple[int, list[tuple[int, int, int]]]:
-    """Return the number of heads per launch, and divide the queries into parts with about equally many visible pairs.
+    """Return the number of heads per launch, and the parts of the queries, which have about equally many visible pairs.
 
     A part is a tuple of its first query, its number of query tiles, and the number of places per pair of query
     tiles. The workspace has room for one part of the queries and the returned number of heads.
@@ -185,11 +188,11 @@ def parts_of_queries(
 
 
 def launches(q: Tensor, k: Tensor, block_m: int, block_n: int, backward: bool) -> list[Launch]:
-    """Divide the heads and queries of q [B, T, H, D] and k [B, S, G, D] among launches.
+    """Split the work on q [B, T, H, D] and k [B, S, G, D] into launches, each for some heads and queries.
 
     The forward processes all query heads of a KV head before the next KV head, so that keys are still in the cache when
-    they are read again. A launch of the backward takes as many KV heads as fit, and several query heads of each KV head
-    only if all KV heads fit. The launch then computes sums over queries for more tiles.
+    they are read again. A launch of the backward takes as many KV heads as fit. It takes several query heads of each KV
+    head only if all KV heads fit. With many KV heads, the launch computes sums over queries for more tiles.
     """
     (B, T, H, _), (_, S, G, _) = q.shape, k.shape
     heads, parts = parts_of_queries(T, S, block_m, block_n, matrices=2 if backward else 1)

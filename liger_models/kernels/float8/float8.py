@@ -171,7 +171,10 @@ def _inverse(scale):
 
 @triton.jit
 def _gated(gate, up, ACT: tl.constexpr, dtype: tl.constexpr):
-    """Compute `gated_act` of gate and up. The result is rounded to ``dtype``, as in that op, and returned in fp32."""
+    """Compute `gated_act` of gate and up.
+
+    The result is rounded to ``dtype``, as the op `gated_act` rounds it, and returned in fp32.
+    """
     a, _ = _activation(gate, ACT)
     return (a.to(dtype).to(tl.float32) * up).to(dtype).to(tl.float32)
 

@@ -13,13 +13,13 @@ In the backward, dh is the gradient of the new residual stream. The steps run in
     du = A'(dp),   dn = q(du) @ q(Wgu),   dx = N'(dn) + dh
     dWgu = q(du)ᵀ @ q(N(h)),   dbgu = Σ_rows du
 
-The kernels that round N(h), A(u) and du also compute these matrices. The unrounded matrices are stored only if a recipe
-or a bias needs them. Weights are rounded in the forward and again in the backward, as in `float8_norm_linear`.
+For each of N(h), A(u) and du, one kernel computes and rounds the matrix. The unrounded matrices are stored only if a
+recipe or a bias needs them. Weights are rounded in the forward and again in the backward, as in `float8_norm_linear`.
 
 The same tensors are saved as in `gated_mlp`. With one scale per operand, the largest absolute values of N(h), Wgu, A(u)
 and Wd are also saved. With ``recompute``, u is not saved, and large numbers of rows are processed in chunks, as in
-`gated_mlp`. One scale per operand then means one scale per chunk. This scale is computed either from the rows of the
-chunk, or from all rows up to the end of the chunk.
+`gated_mlp`. In chunks, one scale per operand means one scale per operand and chunk. The scale of a chunk is computed
+either from the rows of the chunk, or from all rows up to the end of the chunk.
 
 Source: https://arxiv.org/abs/2002.05202 (gated MLP), https://arxiv.org/abs/2209.05433 (float8 training).
 """

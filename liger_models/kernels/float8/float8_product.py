@@ -1,8 +1,8 @@
 """The float8 products of a projection, as steps of `norm_linear` and `gated_mlp`.
 
-The operands of each product are rounded right before it, as `float8` describes. The kernels that round the normalized
-rows, the gated product, and the gradient of gate and up also compute these matrices. The unrounded matrices are stored
-only if a recipe or a bias needs them.
+The operands of each product are rounded right before the product, as `float8` describes. One kernel computes and rounds
+the normalized rows, another the gated product, and another the gradient of gate and up. The unrounded matrices are
+stored only if a recipe or a bias needs them.
 
 With one scale per operand, the forward finds the largest absolute values of the rows and of W, and the backward reuses
 these values.

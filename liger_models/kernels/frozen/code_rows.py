@@ -3,27 +3,26 @@
 A kernel in plain Triton takes about ten instructions for each weight: it splits a byte, computes the number, applies
 the scale, rounds, and multiplies by x. If 4-bit weights are read at the bandwidth of an H200, there is time for only
 four instructions per weight. The kernels in this file take three to five instructions per weight. The matrix units
-multiply and add. They take neighboring weights in pairs, so the kernels dequantize pairs:
+multiply and add. The operands of matrix units hold neighboring weights as pairs, so the kernels dequantize pairs:
 
 - Shared memory holds a table with the pair of numbers for each byte. There are 32 copies of the table, one in each
   bank, so that all lanes of a warp read in one access. One instruction turns a byte into an address, and another
   instruction reads the pair.
 - "one_scale": a further instruction multiplies the pair by a scale in bfloat16, and rounds the products.
-- "two_scales": the codes are in e2m1, and bfloat16 cannot represent their scale s exactly. Each e2m1 number is a
-  power of 2, or 1.5 times a power of 2. The rounded weights are therefore powers of 2 times t = bf16(s) or u =
-  bf16(1.5 · s). If p is the number without its mantissa, the rounded weight is number · 2 (u - t) + p · (3 t - 2 u).
-  All these factors are exact in bfloat16, and so is the sum. A pair takes three instructions.
-- "products": numbers or scales are in fp32, and each product of a number and a scale is rounded. Shared memory holds
-  16 copies of the table of pairs, in fp32, and lanes read eight bytes. Three instructions multiply both numbers and
-  round the products.
+- "two_scales": the codes are in e2m1, and bfloat16 cannot represent their scale s exactly. Each e2m1 number is a power
+  of 2, or 1.5 times a power of 2. Each rounded weight is therefore t = bf16(s) or u = bf16(1.5 · s), multiplied by a
+  power of 2. If p is the number without its mantissa, the rounded weight is number · 2 (u - t) + p · (3 t - 2 u). All
+  these factors are exact in bfloat16, and so is the sum. A pair takes three instructions.
+- "products": numbers or scales are in fp32, and each product of a number and a scale is rounded. Shared memory holds 16
+  copies of the table of pairs, in fp32, and each lane reads a pair of eight bytes. Three instructions multiply both
+  numbers and round the products.
 
-One product of the matrix units adds A [16, 16] @ B [16, 8] to its sums. If x has several rows, a row of A is a row of
-W, and a column of B is a row of x. For a single row of x, this would leave seven columns unused, and a warp would read
-64 bytes of each of eight rows of W at a time. Instead, the rows n and n + 8 of A are two rows of W, and column n of B
-is x. The n-th group of four lanes handles some columns of W. Rows n and n + 8 of A and column n of B hold only the
-elements at these columns of W. The diagonal of the result then holds the sums that are needed, and the other elements
-are not used. The columns that a group handles can be chosen freely, so a warp can read 512 contiguous bytes of a row of
-W.
+One product of the matrix units adds A [16, 16] @ B [16, 8] to its sums. If x has several rows, each row of A is a row
+of W, and each column of B is a row of x. With a single row of x, seven columns of B would be unused, and a warp would
+read 64 bytes of each of eight rows of W at a time. Instead, the columns of W are split among eight groups of four
+lanes. Rows n and n + 8 of A are two rows of W, and column n of B is x, but all three hold only the elements at the
+columns of group n. The diagonal of the result then holds the sums that are needed, and the other elements are not used.
+The columns that a group handles can be chosen freely, so a warp can read 512 contiguous bytes of a row of W.
 
 Source: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma.
 """
@@ -69,10 +68,10 @@ def fill(*, first_is_upper: bool, size: int = 2) -> str:
     """Return PTX that builds all pairs of numbers in shared memory from the table of numbers at address $1.
 
     A number has ``size`` bytes, 2 or 4. $0 is set to the address of the first pair in this lane's copy. If a number has
-    4 bytes, lanes n and n + 16 share a copy. Consecutive pairs of a copy are 128 bytes apart. Each thread handles the
-    sixteen values of a byte that have the same lower half, and writes 16 bytes of copies of the pair for each value.
-    With more than 128 threads, several threads write the same bytes. The first number of a pair belongs to the upper
-    half of the byte (``first_is_upper``) or to the lower half.
+    4 bytes, lanes n and n + 16 share a copy of the table. Consecutive pairs of a copy are 128 bytes apart. Each thread
+    handles the sixteen byte values with a given lower half. For each value, it writes the pair several times, into 16
+    bytes. With more than 128 threads, several threads write the same bytes. The first number of a pair belongs to the
+    upper half of the byte (``first_is_upper``) or to the lower half.
     """
     bits = f"b{8 * size}"
     ptx = f"{{.shared .align 128 .b8 pairs[32768];\n.reg .b32 n, a, v; .reg .b64 p; .reg .{bits} upper, lower;\n"
@@ -196,8 +195,8 @@ def _several_step(kind: str, tiles: int) -> str:
 def _single_step(kind: str, *, whole: bool) -> str:
     """Return PTX that multiplies 512 bytes of eight rows of W by a single row of x.
 
-    A lane has 16 contiguous bytes of each row of W or, if these would have two scales, 8 bytes of each half of the 512
-    bytes. With ``whole``, either all lanes of a warp have bytes, or none of them do.
+    A lane has 16 contiguous bytes of each row of W. If 16 contiguous bytes would have two scales, a lane instead has 8
+    bytes of each half of the 512 bytes. With ``whole``, either all lanes of a warp have bytes, or none of them do.
 
     The operands are: the new sums of the eight rows (in each group, only the sums of the lane that holds the diagonal
     count); the old sums; the address of the codes in the first row; the distance between rows; the address of x; the
@@ -249,8 +248,8 @@ def _gather() -> str:
 
     In each group, one lane holds the diagonal of the product, and only its partial sums are used; see the module's
     docstring. The inputs $1 to $8 are a lane's partial sums of the eight rows. In the four lanes of group n, $0 becomes
-    the complete sum of row n. In each step, pairs of lanes whose groups differ in one bit exchange partial sums: each
-    lane keeps half of the rows, and sends the other half.
+    the complete sum of row n. In each step, two lanes whose groups differ in one bit exchange partial sums: each lane
+    keeps its sums of half of the rows, and sends its sums of the other half.
     """
     ptx = "{.reg .f32 v<8>, k, s; .reg .pred p; .reg .b32 group, quarter, t;\n"
     ptx += "mov.u32 t, %laneid; shr.u32 group, t, 2; and.b32 quarter, t, 3;\n"
@@ -311,7 +310,7 @@ def add_warps(t0, t1, t2, t3, WARPS: tl.constexpr):
 def _scales_of_row(
     loads, row, byte, left, KIND: tl.constexpr, PAIRS: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Load the scales of a row of W that a lane needs in `_single_step`: one for each of the lane's chunks.
+    """Load the scales that a lane needs for a row of W in `_single_step`: one for each of the lane's chunks.
 
     The lane has one or two chunks. ``loads`` consists of the pointer to the scales, the pointer to the scales of whole
     rows, and the number of scales of a row. PAIRS is the number of bytes of codes that share a scale.
@@ -405,7 +404,10 @@ def _scales_at(
     scale_ptr, whole_ptr, row, G, byte, left, PAIRS: tl.constexpr, PER: tl.constexpr, SCALES: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Load the four scales of a row of W that a lane needs, PER for each chunk. PAIRS bytes of codes share a scale."""
+    """Load the four scales that a lane needs for a row of W: PER scales for each chunk.
+
+    PAIRS bytes of codes share a scale.
+    """
     # Offsets of the bytes to which the scales belong, counted from the first byte. A chunk has 64 bytes, and 16 of
     # them are this lane's.
     a0: tl.constexpr = 0

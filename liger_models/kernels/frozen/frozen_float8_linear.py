@@ -168,7 +168,7 @@ def multiplies(x: Tensor, codes: Tensor) -> bool:
 def takes_float8_rows(x: Tensor, codes: Tensor) -> bool:
     """Return whether `row_linear_forward` can multiply x by float8 codes.
 
-    x must have few rows, the device must convert float8, and `batch_invariant` must be off.
+    x must have few rows, kernels on the device must be able to convert float8, and `batch_invariant` must be off.
     """
     return are_few(x, MOST_ROWS) and codes.is_contiguous() and converts(x.device)
 

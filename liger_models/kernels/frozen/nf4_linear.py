@@ -141,10 +141,9 @@ class NormalFloat4(Format):
     matrix (`pack`), codes and scales have one row per block, and factors, mean and table are concatenated to one
     tensor, ``factors``.
 
-    For tensor parallelism (`slices`), each rank needs the factors of its own scales, but scales with a common factor
-    may belong to different slices. Each factor is therefore repeated such that each copy belongs to fewer consecutive
-    scales, which are all in the same slice. Mean and table, which every rank needs, are then a separate tensor,
-    ``constants``.
+    For tensor parallelism (`slices`), each rank needs the factors of its own scales, but scales that share a factor may
+    be in different slices. Each factor is therefore repeated, so that each copy belongs to fewer consecutive scales,
+    all in the same slice. Every rank needs the mean and the table, so these two form a separate tensor, ``constants``.
     """
 
     name = "nf4"

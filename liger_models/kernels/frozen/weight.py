@@ -140,7 +140,7 @@ class FrozenWeight(NamedTuple):
         return 0
 
     def to(self, dtype: torch.dtype) -> "FrozenWeight":
-        """Return the same weight, to be dequantized to ``dtype``."""
+        """Return a weight with the same tensors, which is dequantized to ``dtype``."""
         return self._replace(dtype=dtype)
 
     def new_empty(self, *size: Any, dtype: torch.dtype | None = None) -> Tensor:
@@ -273,7 +273,7 @@ class Format:
     def slices(
         self, tensors: dict[str, Tensor], shape: torch.Size, layout: list[int], dim: int, ranks: int
     ) -> tuple[dict[str, Tensor], list[int], dict[str, int]]:
-        """Rearrange the tensors from `pack` such that dividing them into equal parts divides the weight into slices.
+        """Rearrange the tensors from `pack` such that equal parts of the tensors form slices of the weight.
 
         Args:
             tensors: tensors of the whole weight.
@@ -303,7 +303,7 @@ class Format:
         raise NotImplementedError
 
     def finish(self, statistics: Tensor, layout: Sequence[int]) -> Sequence[Tensor]:
-        """Compute all tensors of the whole matrix except the codes, from the statistics [N, m] of all ranks."""
+        """From the statistics [N, m] of all ranks, compute all tensors of the whole matrix except the codes."""
         raise NotImplementedError
 
 

@@ -96,7 +96,7 @@ def _activate(x: Tensor, act: str) -> Tensor:
 
 
 def _activate_backward(da: Tensor, x: Tensor, act: str, need_a: bool) -> tuple[Tensor, Tensor | None]:
-    """Return dx and, with ``need_a``, the recomputed ``a``. ``a`` overwrites da, which nothing else uses."""
+    """Return dx and, with ``need_a``, the recomputed ``a``, which is written over da. Nothing else may use da."""
     x = x.contiguous()
     da = da.contiguous().to(x.dtype)
     dx = torch.empty_like(x)

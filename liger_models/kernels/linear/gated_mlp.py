@@ -207,7 +207,7 @@ class Products(NamedTuple):
 
 
 def split_rows(N: int, gate_up_weight: Weight, ranks: Group | None, recompute: bool) -> tuple[int, int]:
-    """Return the number of this rank's own rows per chunk, and the number of ranks whose rows u holds.
+    """Return the number of this rank's own rows per chunk, and the number of ranks from which u has rows.
 
     Without sequence parallelism, the second number is 1.
     """

@@ -272,7 +272,7 @@ def query_gradients_kernel(
     DV: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """For one chunk and key head, compute dq, and add the states' part to the gradients of the running sums of g.
+    """For one chunk and key head, compute dq, and add the terms with states to the gradients of the running sums of g.
 
     Rows of q and k that are multiplied elementwise by rows of a product are loaded through descriptors. If they were
     loaded through pointers, Triton would convert the layout of the whole product before the sum.

@@ -166,7 +166,7 @@ class DeltaRule:
 
     @functools.cached_property
     def cu(self) -> Tensor:
-        """The bounds of the documents, computed on first use. The kernel for a few tokens does not use them."""
+        """The bounds of the documents, computed on first use. The kernel for a few tokens does not use these bounds."""
         return bounds(*self._bounded)
 
     def prepare(self, need_p: bool, inverse: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -205,7 +205,7 @@ class DeltaRule:
         raise NotImplementedError
 
     def states_and_values(self) -> tuple[Tensor, ...]:
-        """Allocate S before each chunk, dS after each chunk, D and dX, which the gradients within chunks need."""
+        """Allocate the inputs of the gradients within chunks: S before each chunk, dS after each chunk, D, and dX."""
         states, d_states = (self.k.new_empty(self.slots * self.Hv, self.Dk, self.Dv) for _ in range(2))
         d, dx = (self.k.new_empty(self.Hv, self.tokens, self.Dv) for _ in range(2))
         return states, d_states, d, dx

@@ -321,10 +321,10 @@ def head_gradients_kernel(
     """Compute dx, dδ and partial sums of dD of HEADS heads, and the sums over heads of the gradients of C_i · B_j.
 
     A chunk has two tiles of tokens and three programs: one program for each tile, and one for the pairs of tokens in
-    different tiles. The kernel also computes what the decays between these tokens add to the gradients of the running
-    sums of g. ``d_sums`` [3, H, tokens] holds three sums over pairs for each token: (1) over the pairs in one tile in
-    which the token is the later one, (2) over the pairs in one tile in which the token is the earlier one, and (3) over
-    the pairs in different tiles.
+    different tiles. The decays between tokens depend on the running sums of g, so the kernel also computes what these
+    decays add to the gradients of the running sums. ``d_sums`` [3, H, tokens] holds three sums over pairs for each
+    token: (1) over the pairs in one tile in which the token is the later one, (2) over the pairs in one tile in which
+    the token is the earlier one, and (3) over the pairs in different tiles.
     """
     role, slot = tl.program_id(0) % 3, (tl.program_id(0) // 3).to(tl.int64)
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0) // 3, documents, DOCUMENTS, C)
@@ -434,7 +434,7 @@ def decay_kernel(
 ):  # fmt: skip
     """Compute dg of HEADS heads of one chunk.
 
-    The decay of token k is a factor of four kinds of decays, whose gradients are summed::
+    The decay of token k is a factor in four kinds of decays. dg of token k is the sum of the gradients from all four::
 
         d_sums     from a token before k to token k or a later token
         read       from the state before the chunk to token k or a later token

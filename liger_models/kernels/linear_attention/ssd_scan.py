@@ -23,11 +23,11 @@ In the backward, a chunk has two tiles of tokens, and exponentials are computed 
 tile. The decay from a token j of the first tile to a token i of the second is the product of two factors of at most 1:
 the decay from j to the last token m of the first tile, and the decay from m to i. E_ij = e^{G_i − G_m} · e^{G_m − G_j}.
 
-The decay of token k is a factor of the decay from every earlier token to token k and to every later token. dg_k is
-therefore the sum of the terms of all these decays, in fp32. The diagonal of M has no decay and is left out of this sum.
-The operands of products are in the dtype of x, and the products are summed in fp32. If a group has more than
-`MOST_HEADS` heads, each of several programs sums dB and dC over some of the heads, and a final sum in fp32 adds their
-results. Only the inputs are saved.
+The decay from an earlier token to token k, or past k to a later token, contains the decay of token k as a factor. dg_k
+is therefore a sum over all these decays, in fp32. The diagonal of M has no decay and is left out of this sum. The
+operands of products are in the dtype of x, and the products are summed in fp32. If a group has more than `MOST_HEADS`
+heads, each of several programs sums dB and dC over some of the heads, and a final sum in fp32 adds their results. Only
+the inputs are saved.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 
@@ -144,7 +144,7 @@ class _Sizes:
 
     @functools.cached_property
     def cu(self) -> Tensor:
-        """The bounds of the documents, computed on first use. The kernel for a few tokens does not use them."""
+        """The bounds of the documents, computed on first use. The kernel for a few tokens does not use these bounds."""
         return bounds(*self._bounded)
 
     def scan(self, x: Tensor, block: tuple[int, int]) -> tuple[int, dict[str, Any]]:

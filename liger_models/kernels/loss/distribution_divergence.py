@@ -53,7 +53,10 @@ def distribution_divergence_reference(
     labels: Tensor | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Compute `distribution_divergence` in plain PyTorch, in fp64 for fp64 inputs, differentiable in the student."""
+    """Compute `distribution_divergence` in plain PyTorch.
+
+    The function is differentiable in the student, and keeps fp64 inputs in fp64.
+    """
     s, t = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (student, teacher.detach()))
     if kind == "tvd":
         terms = (s - t).abs() / 2

@@ -32,7 +32,10 @@ def logits_divergence_reference(
     temperature: float = 1.0,
     ignore_index: int = -100,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `logits_divergence` in plain PyTorch, in fp64 for fp64 inputs, and differentiable in the student."""
+    """Compute `logits_divergence` in plain PyTorch.
+
+    The function is differentiable in the student, and keeps fp64 inputs in fp64.
+    """
     valid = target != ignore_index
     z, u = (final_logits(x, 1.0, None).where(valid[..., None], 0) for x in (student, teacher.detach()))
     hard = F.cross_entropy(z.flatten(0, -2), target.flatten(), ignore_index=ignore_index, reduction="none")

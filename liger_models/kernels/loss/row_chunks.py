@@ -119,8 +119,8 @@ def write_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
 def _linear_backward(gradient: Tensor, weight: Tensor, out: Tensor) -> None:
     """Write ``gradient @ weight`` to ``out``.
 
-    The product over the few last vocabulary entries is computed first, because rounding this small sum loses little
-    accuracy.
+    The product over the last few vocabulary entries is computed first, because this sum is small, and rounding it loses
+    little accuracy.
     """
     sizes = _split_words(len(weight), len(weight))
     parts = zip(gradient.split(sizes, 1)[::-1], weight.split(sizes)[::-1], strict=True)
@@ -149,7 +149,7 @@ def _allocate_sums(weight: Tensor, chunks: int) -> tuple[Tensor | None, list[Ten
 
 
 def _concatenate(sums: list[Tensor]) -> Tensor:
-    """Concatenate the fp32 blocks of a sum in bf16. The list is empty afterwards."""
+    """Cast the fp32 blocks of a sum to bf16, and concatenate them. The list is empty afterwards."""
     blocks = []
     while sums:  # each fp32 block is freed before the next block is cast
         blocks.append(sums.pop(0).to(torch.bfloat16))

@@ -10,9 +10,9 @@ drawn. E and u are the random numbers of `seeded_scores`, where u is drawn for t
     token = argmax_t p_t / E_t                  if there is no draft, or if d is rejected and p = q
     log_prob = x_token − log Σ_t exp(x_t)
 
-The token then has the distribution p. The formula for a rejected d samples from the normalized max(0, p − q): among
-exponential clocks with the rates max(0, p_t − q_t), the clock of the sampled token rings first. Each program reads the
-logits of a token twice, the first time for the sums.
+The token then has the distribution p. If d is rejected, the formula samples a token t with a probability proportional
+to max(0, p_t − q_t): each t has an exponential clock with this rate, and the clock of the sampled token rings first.
+Each program reads the logits of a token twice, the first time only for the sums.
 
 Source: https://arxiv.org/abs/2211.17192.
 """

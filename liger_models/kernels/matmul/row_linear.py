@@ -15,9 +15,9 @@ If x has 2 to `MOST_ROWS` rows, the kernel uses matrix units. If W has too few r
 several programs divide the columns of W, and a second kernel adds their sums. If W is small, reading W takes less time
 than launching a second kernel. One kernel with smaller tiles then computes all sums, for up to `MOST_SMALL_ROWS` rows.
 
-The kernel for a single row also computes x @ Aᵀ and z. It then has one program for each pair of a row of x and a row of
-A or W. If x has a single row, then on Hopper and later GPUs the kernel for y runs at the same time as the kernel for x
-@ Aᵀ. The kernel for y waits for x @ Aᵀ only after it has computed its own sums (see `overlap`).
+The kernel for a single row also computes x @ Aᵀ and z. For these, the kernel has one program for each pair of a row of
+x and a row of A or W. If x has a single row, then on Hopper and later GPUs the kernel for y runs at the same time as
+the kernel for x @ Aᵀ. The kernel for y waits for x @ Aᵀ only after it has computed its own sums (see `overlap`).
 """
 
 from typing import Any
@@ -229,7 +229,7 @@ def _rows_linear_kernel(
 ):  # fmt: skip
     """Compute ROWS results for up to COLUMNS rows of x. With several PARTS, sum over one part of the columns of W.
 
-    With EARLY, the kernel may start before the previous kernel has ended, and W has no scales.
+    EARLY means that the kernel may start before the previous kernel has ended. W must then have no scales.
     """
     start_next(OVERLAPS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -494,7 +494,7 @@ def wide_inference_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Compute ``x @ weightᵀ`` in at least fp32, whatever the dtypes of x and weight. Autocast has no effect.
 
     If x has at most `MOST_ROWS` rows and no gradients are needed, a kernel reads x and weight in their own dtypes.
-    Otherwise, both are cast to the dtype of the result.
+    Otherwise, x and weight are cast to the dtype of the result.
 
     Args:
         x: [..., K].

@@ -2,9 +2,9 @@
 
     out_j = rows_j · m_j / (1 − p)      each element of m_j is 1 with probability 1 − p, otherwise 0
 
-A row is a copy of a token. The random numbers depend only on the seed and on this token, so the same elements are
-dropped in all copies of a token. Only the seed is saved. The backward generates the same m_j from the seed, and
-multiplies the gradient by m_j / (1 − p).
+Each row is a copy of a token. The random numbers of a row depend only on the seed and on the token, so the same
+elements are dropped in all copies of a token. Only the seed is saved. The backward generates the same m_j from the
+seed, and multiplies the gradient by m_j / (1 − p).
 """
 
 import torch
@@ -36,7 +36,10 @@ def _dropout_kernel(rows_ptr, order_ptr, seed_ptr, out_ptr, W, K, number, dropou
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """Draw two seeds [2] int64 from the device's generator. The first is for gate and up, and the second for down."""
+    """Draw two seeds [2] int64 from the device's generator.
+
+    The first seed is for gate and up, and the second seed is for down.
+    """
     return torch.randint(2**63 - 1, (2,), device=device)
 
 

@@ -8,10 +8,10 @@ These kernels are for decoding steps, and compute no gradients. The copies of th
     y_n = Σ_k w_nk · (o_s + bd_e)         `permutation.unpermute`
 
 The copies are not sorted. There is one program for each pair of a copy and a block of rows of the matrix of the copy's
-expert. The copies of an expert form tiles of up to `FEW_ROWS` copies. The program of a tile's first copy finds the
-other copies of the tile, and multiplies all of them at once. The programs of the other copies do nothing. If there is
-only one token, all its copies have different experts. Each copy is then multiplied separately, without matrix units, as
-in `row_linear`.
+expert. All copies with the same expert are grouped in tiles of up to `FEW_ROWS` copies. The program of a tile's first
+copy finds the other copies of the tile, and multiplies all copies of the tile at once. The programs of the other copies
+do nothing. If there is only one token, all its copies have different experts. Each copy is then multiplied separately,
+without matrix units, as in `row_linear`.
 
 If rows are sorted because a backward follows, `few_product` multiplies the sorted rows by frozen matrices in the same
 way. All these kernels read matrices in their stored form (dense, float8, or 4 bits), and read only the matrices of

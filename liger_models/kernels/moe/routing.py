@@ -148,7 +148,10 @@ def _scaled(weights: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
 
 
 def _mix_one_by_one(logits: Tensor, routing: Routing, given: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Choose the experts with the score "sparsemixer". Return weights before scaling, and experts, [N, K] each."""
+    """Choose the experts with the score "sparsemixer".
+
+    Return the weights before they are scaled, and the experts, both [N, K].
+    """
     free, weights, experts = logits, [], []
     for k in range(routing.top_k):
         best, pick = free.detach().max(-1, keepdim=True)  # [N, 1]
@@ -345,7 +348,7 @@ _route_kernel.decides = True  # its output determines the addresses at which lat
 
 
 def _block(size: int) -> int:
-    """Return the next power of two, but at least 2, because a tile must have at least two elements."""
+    """Return the next power of two, or 2 if it is smaller, because a tile must have at least two elements."""
     return max(int(next_power_of_2(size)), 2)
 
 

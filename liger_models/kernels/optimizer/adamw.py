@@ -1,7 +1,7 @@
 """AdamW for many tensors at once, in place. One launch updates all tensors that have the same dtypes and device.
 
-Let g be the gradient (or the negative gradient to maximize), t the step number, m the moving average of g, and v the
-moving average of g². The update is computed in fp32::
+Let g be the gradient (negated to maximize the objective), let t be the number of the step, and let m and v be the
+moving averages of g and g². The update is computed in fp32::
 
     m = β₁ · m + (1 − β₁) · g
     v = β₂ · v + (1 − β₂) · g²

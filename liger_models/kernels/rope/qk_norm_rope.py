@@ -82,9 +82,9 @@ def qk_norm_rope_reference(
 def _heads(chunk, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr):
     """Return three tensors [ROWS, 1] that describe a program's heads.
 
-    The first tensor is the index of the head, where key heads follow the query heads. The second is True if the head
-    exists. The third is the index of the head in the packed row. With WHOLE, the first chunk has all query heads, and
-    the second chunk has all key heads.
+    The first tensor is the index of the head, where key heads follow the query heads. The second tensor is True if the
+    head exists. The third tensor is the index of the head in the packed row. With WHOLE, the first chunk has all query
+    heads, and the second chunk has all key heads.
     """
     H: tl.constexpr = G * GROUP
     # In the packed row, each group consists of its query heads, then its key, then its value.
@@ -156,7 +156,7 @@ def _qk_norm_rope_backward_kernel(
     INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr,
     HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, STORE_DW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """In each program, compute the backward of one chunk of heads for several tokens, and sum the weight gradients."""
+    """Each program computes the backward of one chunk of heads for several tokens, and sums the weight gradients."""
     H: tl.constexpr = G * GROUP
     W: tl.constexpr = D if WHOLE else 0
     chunk = tl.program_id(0) % CHUNKS
@@ -213,7 +213,7 @@ def _qk_norm_rope_backward_kernel(
 
 
 def _constants(num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor | None, whole: bool) -> dict[str, int]:
-    """Return the constants of both kernels. ``CHUNKS`` is the number of programs that divide a token's heads."""
+    """Return the constants of both kernels. The heads of a token are split among ``CHUNKS`` programs."""
     constants = tiles(num_heads + num_kv_heads, head_dim, cos)
     if whole:
         # One program has all query heads or all key heads of a token, because the norm is over all of them.

@@ -92,7 +92,7 @@ def _weights(
     slot, member, inside, wq_ptr, wk_ptr, GROUP: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Load the norm's weight for each head in fp32, in the layout of `load_heads`. The weight of a value is 1."""
+    """Load the norm's weight for each head in fp32, in the layout of `load_heads`. Values have the weight 1."""
     weight = choose(member < GROUP, wq_ptr + slot * 0, wk_ptr + slot * 0)
     # For values, the weight of keys is loaded but not used.
     w1, w2 = load_heads(weight, inside, D, HALF, BLOCK, False)
@@ -148,7 +148,7 @@ def _qkv_norm_rope_backward_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, STORE_DW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """In each program, compute the backward of one chunk of heads for several tokens, and sum the weight gradients."""
+    """Each program computes the backward of one chunk of heads for several tokens, and sums the weight gradients."""
     chunk = tl.program_id(0) % CHUNKS
     program = (tl.program_id(0) // CHUNKS).to(tl.int64)
     slot, group, member, inside = _slots(chunk, G, GROUP, PARTS, ROWS)
@@ -197,7 +197,8 @@ def _qkv_norm_rope_backward_kernel(
 def _constants(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor) -> dict[str, int]:
     """Return the constants of both kernels.
 
-    ``PARTS`` is the number of keys and values per group, from 0 to 2. ``CHUNKS`` is the number of programs per token.
+    ``PARTS`` is 2 if each group has a key and a value, 1 if it has only a key, and 0 if it has neither. ``CHUNKS`` is
+    the number of programs per token.
     """
     slots = packed.shape[-1] // head_dim
     constants = tiles(slots, head_dim, cos)
