@@ -1,4 +1,4 @@
-"""Lazy imports: a package imports the module that defines an exported name when the name is first used."""
+"""Lazy imports: when an exported name is first used, the package imports the module that defines the name."""
 
 import ast
 import difflib

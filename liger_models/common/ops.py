@@ -227,7 +227,8 @@ def _join(
 ) -> tuple[Any, ...]:
     """Join the arguments without default values and the groups of arguments with default values.
 
-    A group that is None gets its default values. Groups after the last group that is not None are left out.
+    If a group is None, its arguments get their default values. If all groups from some group on are None, these groups
+    are left out.
     """
     joined: tuple[Any, ...] = ()
     for tail, defaults in zip(tails[::-1], groups[::-1], strict=True):
@@ -418,11 +419,11 @@ def define_op(
     The returned function takes all inputs by position. The function skips PyTorch's dispatcher where possible (see
     `without_dispatcher`).
 
-    The first parameters of ``backward`` are the gradients of the outputs. The names of the other parameters of
-    ``backward`` say what is passed. A parameter with the name of an input or an output gets the tensor or number that
-    the forward saves. A parameter ``need_<input>`` gets a bool that says whether this input needs a gradient. If the
-    gradients of all outputs are missing, the inputs get no gradients, and ``backward`` is not called. If only some of
-    these gradients are missing, a parameter annotated as ``Tensor | None`` gets None for a missing gradient, and any
+    The first parameters of ``backward`` are the gradients of the outputs. The name of each other parameter of
+    ``backward`` determines its value. A parameter with the name of an input or an output gets this tensor or number,
+    which the forward saves. A parameter ``need_<input>`` gets a bool that says whether this input needs a gradient. If
+    the gradients of all outputs are missing, the inputs get no gradients, and ``backward`` is not called. If only some
+    of these gradients are missing, a parameter annotated as ``Tensor | None`` gets None for a missing gradient, and any
     other parameter gets zeros.
 
     Args:
@@ -653,9 +654,9 @@ def register_autograd(
 ) -> Callable[..., Any]:
     """Register the backward of an op, with less work per call than ``torch.library.register_autograd``.
 
-    The op must not have keyword-only arguments or lists of tensors. To fill in default values, PyTorch's function reads
-    the whole schema once per argument in every call, which takes about as much host time as the rest of a forward. This
-    function reads the default values only once.
+    The op must not have keyword-only arguments or lists of tensors. PyTorch's function fills in default values in every
+    call, for which it reads the whole schema once per argument. This takes about as much host time as the rest of a
+    forward. The function here reads the default values only once.
 
     Args:
         name: name of an op in ``library``.

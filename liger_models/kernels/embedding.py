@@ -39,8 +39,9 @@ def _rows_kernel(
 ):
     """Sum the rows of dy that have equal ids, for CHUNK sorted ids and BLOCK columns.
 
-    ``partial`` [chunks, 2, C] holds two partial sums for each chunk. The first belongs to the row whose ids begin in an
-    earlier chunk. The second belongs to the row whose ids begin in this chunk and end in a later one.
+    ``partial`` [chunks, 2, C] holds two partial sums for each chunk. The first partial sum belongs to the row whose ids
+    begin in an earlier chunk. The second partial sum belongs to the row whose ids begin in this chunk and end in a
+    later one.
     """
     chunk = tl.program_id(0).to(tl.int64)
     first = chunk * CHUNK

@@ -97,7 +97,10 @@ class Kernel(JITFunction):  # type: ignore[misc]
         return _get(self, grid)(*args, **options)
 
     def _keep(self, key: tuple[Any, ...], kernel: Any, given: int, options: dict[str, Any]) -> Any:
-        """Keep a kernel that Triton has just launched with ``given`` positional arguments, and return the kernel."""
+        """Keep a kernel that Triton has just launched, and return it.
+
+        ``given`` is the number of positional arguments.
+        """
         if type(kernel) is CompiledKernel and not any(isinstance(value, Tensor) for value in options.values()):
             defaults = {name: parameter.default for name, parameter in self.signature.parameters.items()}
             rest = tuple(options.get(name, defaults[name]) for name in self.arg_names[given:])

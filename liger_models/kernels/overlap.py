@@ -3,8 +3,8 @@
 A decoding step launches hundreds of kernels, which take a few microseconds each. Between two kernels, the GPU is idle
 for about a microsecond, while the last programs of one kernel end and the first programs of the next kernel start.
 Within `overlapping`, each kernel lets the next kernel start early (programmatic dependent launch, on Hopper and later
-GPUs). The next kernel starts on free multiprocessors and loads weights, which no kernel of the step writes. Then it
-waits for the end of the previous kernel.
+GPUs). The next kernel starts on free multiprocessors and loads weights, which no kernel of the step writes. Then the
+next kernel waits for the end of the previous kernel.
 
 All kernels of this package that run in a decoding step call `await_previous`, or `start_next` and `end_previous`. Other
 kernels run as usual: they start after the previous kernel ends, and the next kernel starts after they end.

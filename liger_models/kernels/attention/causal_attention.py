@@ -16,17 +16,18 @@ In the backward, let δ_i = do_i · o_i. dk and dv are also summed over the quer
     ds_ij = scale · p_ij · (do_i · v_j − δ_i)
     dq_i = Σ_j ds_ij · k_j,   dk_j = Σ_i ds_ij · q_i
 
-The forward saves q, k, v, o, m and 1 / Σ for the backward. A single log-sum-exp in place of m and Σ would be a
-number far from 0, and its rounding error would make p inaccurate. p and ds are rounded to the dtype of q, as the
+The forward saves q, k, v, o, m and 1 / Σ for the backward. If a single log-sum-exp were saved in place of m and Σ, it
+could be far from 0, and its rounding error would make p inaccurate. p and ds are rounded to the dtype of q, as the
 forward rounds the attention weights.
 
 Neither the forward nor the backward is a single kernel. With a head dimension of 512, a program that kept o for 128
-queries in registers would need all registers of a Hopper multiprocessor. So would a program that kept dk and dv for
-64 keys. Programs with fewer queries or keys would load more bytes than the multiprocessors can take in. At this head
-dimension, writing and reading the attention weights takes little time compared with the matrix products that use
-them. One kernel therefore writes the visible tiles of the weights (in the backward, of p and ds) to a workspace, for
-some queries and heads at a time, and plain matrix products read these tiles. Together with the products from which
-the tiles are computed, the forward takes 2 matrix products, and the backward takes 5. The kernels run in this order::
+queries in registers would need all registers of a Hopper multiprocessor. A program that kept dk and dv for 64 keys
+would also need all of them. Programs with fewer queries or keys would load more bytes than the multiprocessors can take
+in. At this head dimension, writing and reading the attention weights takes little time compared with the matrix
+products that use them. One kernel therefore writes the visible tiles of the weights to a workspace, for some queries
+and heads at a time. In the backward, it writes the tiles of p and ds. Plain matrix products then read these tiles.
+Together with the products from which the tiles are computed, the forward takes 2 matrix products, and the backward
+takes 5. The kernels run in this order::
 
     forward                                             backward
     weights_kernel         tiles of exp2(s − m)         row_products_kernel      δ
@@ -38,12 +39,12 @@ the tile sizes for each kind of device, the constants that the launches share (`
 backward of the op, and the public function.
 
 For each tile, the first kernel of the forward writes the weights exp2(s_ij − m). For each row of the tile, it also
-writes m and the sum of the weights. Except in fp16, m is 0 if the largest s of the row is within ±64, because bf16
-and fp32 represent weights around 2^64 as accurately as weights around 1. Otherwise m is the largest s, rounded up.
-The second kernel adds the sums of all tiles of a query. If these tiles have different m, the second kernel also
-multiplies the weights in the workspace by powers of 2, which is exact except for tiny weights. The product with v is
-then a plain matrix product. The loop of this product cannot rescale the weights: with Triton 3.6, such a loop
-overwrites registers that the asynchronous products of the previous step still read.
+writes m and the sum of the weights. Except in fp16, m is 0 if the largest s of the row is within ±64, because bf16 and
+fp32 represent weights around 2^64 as accurately as weights around 1. In all other cases, m is the largest s of the row,
+rounded up. The second kernel adds the sums of all tiles of a query. If these tiles have different m, the second kernel
+also multiplies the weights in the workspace by powers of 2. This is exact except for tiny weights. After that, the
+product with v is a plain matrix product. The loop of this product cannot rescale the weights: with Triton 3.6, such a
+loop overwrites registers that the asynchronous products of the previous step still read.
 
 Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135.
 """

@@ -131,7 +131,10 @@ class Float8Product(Product):
         return y if self.bias is None else y.add_(self.bias.to(self.dtype))
 
     def gated_forward(self, rows: Any, act: str) -> tuple[Tensor, Tensor | None]:
-        """Compute y from rounded rows. The second result is None, because no kernel also computes the gated product."""
+        """Compute y from rounded rows.
+
+        The second result is None, because no kernel computes both y and the gated product.
+        """
         return self.forward(rows), None
 
     def gated(self, gate_up: Tensor, act: str) -> Any:

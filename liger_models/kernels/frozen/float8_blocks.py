@@ -298,7 +298,7 @@ class Float8Blocks(Format):
         return block_rows(x, codes, scales, width, bias, act, low_rank)
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """Return the unit in which a weight can be sliced. A slice of columns must consist of whole blocks.
+        """Return the unit of the sizes of slices. A slice of columns must consist of whole blocks.
 
         A slice of rows may have any size, because each row has its own scales.
         """

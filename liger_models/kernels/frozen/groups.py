@@ -266,7 +266,10 @@ def groups_dense(
 
 
 def in_pieces(codes: Tensor, width: int) -> tuple[int, dict[str, Any]]:
-    """Return the number of pieces that the codes make, and the constants of a launch. ``width`` bytes share a scale."""
+    """Return the number of pieces into which the codes are split, and the constants of a launch.
+
+    ``width`` bytes share a scale.
+    """
     aligned = codes.data_ptr() | width | MOST_BYTES
     size = aligned & -aligned  # bytes of a piece: a power of 2 that divides all three numbers
     pieces = codes.numel() // size
@@ -372,7 +375,7 @@ class Groups(Format):
         return group_rows(x, codes, scales, whole, self.constants(weight.layout), bias, act, low_rank)
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """Return the unit in which a weight can be sliced.
+        """Return the unit of the sizes of slices.
 
         A slice of columns must consist of whole groups. A slice of rows may have any size.
         """

@@ -143,7 +143,8 @@ class NormalFloat4(Format):
 
     For tensor parallelism (`slices`), each rank needs the factors of its own scales, but scales that share a factor may
     be in different slices. Each factor is therefore repeated, so that each copy belongs to fewer consecutive scales,
-    all in the same slice. Every rank needs the mean and the table, so these two form a separate tensor, ``constants``.
+    all in the same slice. Every rank also needs the mean and the table, so for slices, these two form a separate
+    tensor, ``constants``.
     """
 
     name = "nf4"

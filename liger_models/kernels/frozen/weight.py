@@ -263,7 +263,7 @@ class Format:
         return tuple(tensors.values())
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """Return the unit in which a weight can be sliced.
+        """Return the unit of the sizes of slices.
 
         With ``rows``, the number of elements of a slice of rows must be a multiple of the unit. Otherwise, the number
         of columns of a slice of columns must be a multiple of the unit.

@@ -7,8 +7,8 @@ Without a norm weight, N only casts::
     u = N(h) @ Wguᵀ + bgu                 gate and up interleaved
     y = A(u) @ Wdᵀ + bd
 
-Each projection may have its own low-rank term (LoRA), as in `norm_linear`. The matrices A and B of the term get
-gradients.
+Each projection may have its own low-rank term (LoRA), as in `norm_linear`. The matrices A and B of the low-rank term
+get gradients.
 
 In the backward, let dh be the gradient of the new residual stream. The steps run in this order::
 

@@ -291,7 +291,7 @@ def weight_gradient(total: Tensor | None, dy: Tensor, rows: Tensor, chunked: boo
 
 
 def bias_gradient(total: Tensor | None, dy: Tensor, chunked: bool) -> Tensor:
-    """Compute ``Σ_rows dy``. Chunks are summed as in `weight_gradient`."""
+    """Compute ``Σ_rows dy``. The gradients of chunks are summed as in `weight_gradient`."""
     share = dy.sum(0, dtype=sum_dtype(dy.dtype, chunked))
     return share if total is None else total + share
 

@@ -274,8 +274,8 @@ def query_gradients_kernel(
 ):  # fmt: skip
     """For one chunk and key head, compute dq, and add the terms with states to the gradients of the running sums of g.
 
-    Rows of q and k that are multiplied elementwise by rows of a product are loaded through descriptors. If they were
-    loaded through pointers, Triton would convert the layout of the whole product before the sum.
+    Rows of q and k that are multiplied elementwise by rows of a product are loaded through descriptors. If these rows
+    were loaded through pointers, Triton would convert the layout of the whole product before the sum.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:

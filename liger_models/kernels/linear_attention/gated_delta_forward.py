@@ -44,7 +44,7 @@ def similarity_kernel(
     """For one chunk and key head, compute P, the running sums of g, inverse norms, and the coefficients of each row.
 
     Each row has four coefficients: (1) β, (2) the coefficient of K S in X, (3) the coefficient of D in the next state,
-    and (4) the coefficient of Q S in O. The last three include the inverse norm of k or q.
+    and (4) the coefficient of Q S in O. Coefficients (2), (3) and (4) include the inverse norm of k or q.
     """
     key_head = tl.program_id(1).to(tl.int64)
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)

@@ -26,10 +26,10 @@ sources: queries and keys read the state, and keys write to the state. ∘ is th
     W = e^{G − G_i} · D dSᵀ − (E ∘ dV Dᵀ)ᵀ K̂    (i > j),   dK̂ = W − β · R + scale · (E ∘ dO Dᵀ)ᵀ Q̂
 
 If several value heads share a key head, one program sums over these value heads. A first kernel sums E ∘ dO Dᵀ and β ·
-E ∘ dX Dᵀ. Two other kernels sum the terms with S and dS, multiply the first kernel's sums by K̂ and Q̂, and add these
-products. The operands of products are in the dtype of q, k and v, and the products are summed in fp32. The state and
-the decay are in fp32. The products that compute the inverse A have errors of at most 2⁻¹⁶. The inputs and A are saved,
-where A has the dtype of the inputs. The backward recomputes P, S and D.
+E ∘ dX Dᵀ. Two other kernels sum the terms with S and dS. They also multiply the first kernel's sums by K̂ and Q̂, and
+add the products to their own sums. The operands of products are in the dtype of q, k and v, and the products are summed
+in fp32. The state and the decay are in fp32. The products that compute the inverse A have errors of at most 2⁻¹⁶. The
+inputs and A are saved, where A has the dtype of the inputs. The backward recomputes P, S and D.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 
@@ -462,8 +462,8 @@ def check_delta_rule(
 def is_fused(k: Tensor, v: Tensor) -> bool:
     """Return whether Triton kernels, instead of plain PyTorch, compute the rule.
 
-    The kernels require an accelerator, half precision, head dimensions that are multiples of 16 bytes, and keys with at
-    most 128 columns. In float32, the backward kernels gave wrong results on a GPU, so float32 runs in plain PyTorch.
+    The kernels require an accelerator, half precision, head dimensions that fill whole 16-byte vectors, and keys with
+    at most 128 columns. In float32, the backward kernels gave wrong results on a GPU, so float32 runs in plain PyTorch.
     """
     in_half = k.dtype != torch.float32 or k.device.type == "cpu"
     fits = k.shape[-1] <= 2 * KEY_COLUMNS and not any(x.shape[-1] * x.itemsize % 16 for x in (k, v))

@@ -76,13 +76,17 @@ def in_chunks(
         since = (since + decay[..., first, :]).exp()
 
         def pairs(rows: Tensor) -> Tensor:
-            """Multiply each row by the keys of all tokens, and by the decays between the tokens, [.., C, C]."""
+            """Return the products [.., C, C] of each row and the keys of all tokens, multiplied by the decays between
+            the tokens.
+            """
             if by_channel:
                 return torch.einsum("bhik,bhjk,bhijk->bhij", rows, K, between)
             return rows @ K.mT * between[..., 0]
 
         def read_state(x: Tensor) -> Tensor:
-            """Multiply each row of x by its document's state before this chunk, and by the decay up to the token."""
+            """Multiply each row of x by its document's state before this chunk, and by the decay from there to the
+            row's token.
+            """
             x = x * since
             out = (x @ state) * carried
             if initial is not None:

@@ -14,9 +14,9 @@ the last G_i. ∘ is the elementwise product. S is the state before the chunk, a
     X = β · (V − Kʳ S),   D = A X,   O = Qʳ S + P D,   S ← diag(e^G) S + Kʷᵀ D
 
 Σ_c is the sum over channels. The decay cannot be taken out of this sum, and e^{−G_j} alone would overflow. The pairs of
-tokens are therefore divided into log₂ C levels. At level n, blocks of 2^(n + 1) tokens are divided into halves, and a
-pair has a token i of the second half and a token j of the first half of a block. If r is the last token of the first
-half, then j ≤ r < i, so both exponents of e^{G_i − G_r} · e^{G_r − G_j} are at most 0. All pairs of a level are
+tokens are therefore grouped into log₂ C levels. At level n, blocks of 2^(n + 1) tokens are split into halves, and each
+pair has a token i in the second half and a token j in the first half of the same block. If r is the last token of the
+first half, then j ≤ r < i, so both exponents of e^{G_i − G_r} · e^{G_r − G_j} are at most 0. All pairs of a level are
 computed by one product of two matrices, whose rows are multiplied by F_i = e^{−|G_i − G_r|}. No decay can overflow.
 
 The backward goes through the chunks in the opposite order. dS is the gradient of the state after the chunk::

@@ -102,7 +102,10 @@ def short_conv_reference(
 
 @triton.jit
 def _before(x_ptr, initial_ptr, t, start, x_t, at_initial, inside, K: tl.constexpr, HAS_INITIAL: tl.constexpr):
-    """Load the inputs of token t in fp32. If t is before the start of the document, the initial state holds them."""
+    """Load the inputs of token t in fp32.
+
+    If t is before the start of the document, these inputs are in the initial state.
+    """
     x = tl.load(x_ptr + t * x_t, mask=inside & (t >= start), other=0.0).to(tl.float32)
     if HAS_INITIAL:
         index = K - 1 + t - start

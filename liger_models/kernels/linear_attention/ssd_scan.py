@@ -26,8 +26,8 @@ the decay from j to the last token m of the first tile, and the decay from m to 
 The decay from an earlier token to token k, or past k to a later token, contains the decay of token k as a factor. dg_k
 is therefore a sum over all these decays, in fp32. The diagonal of M has no decay and is left out of this sum. The
 operands of products are in the dtype of x, and the products are summed in fp32. If a group has more than `MOST_HEADS`
-heads, each of several programs sums dB and dC over some of the heads, and a final sum in fp32 adds their results. Only
-the inputs are saved.
+heads, the heads are split among several programs, each of which sums dB and dC over its heads. A final sum in fp32 adds
+the results of the programs. Only the inputs are saved.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 
@@ -177,8 +177,8 @@ class _Sizes:
     def shared(self, gradient: Tensor) -> Tensor:
         """Return the tensor to which a kernel writes a gradient of B or C.
 
-        If one program sums over all heads of a group, this tensor is the gradient [tokens, G, N] itself. Otherwise, it
-        is [programs · tokens, G, N] and holds the programs' sums in fp32.
+        If one program sums over all heads of a group, this tensor is the gradient [tokens, G, N] itself. Otherwise,
+        this tensor is [programs · tokens, G, N] and holds the programs' sums in fp32.
         """
         parts = self.group // self.heads
         return (
@@ -444,8 +444,8 @@ def _check(
 def is_fused(x: Tensor, B: Tensor) -> bool:
     """Return whether Triton kernels, instead of plain PyTorch, compute the scan.
 
-    The kernels require an accelerator, half precision, sizes P and N that are multiples of 16 bytes, and N of at most
-    256. Tiles in float32 would not fit into the shared memory of a GPU, so float32 runs in plain PyTorch.
+    The kernels require an accelerator, half precision, sizes P and N that fill whole 16-byte vectors, and an N of at
+    most 256. Tiles in float32 would not fit into the shared memory of a GPU, so float32 runs in plain PyTorch.
     """
     in_half = x.dtype != torch.float32 or x.device.type == "cpu"
     fits = B.shape[-1] <= MOST_STATE and not any(tensor.shape[-1] * tensor.itemsize % 16 for tensor in (x, B))
@@ -509,7 +509,8 @@ def ssd_scan_packed(
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute `ssd_scan` for x, B and C that are packed in one tensor. Their gradients are also written as one tensor.
+    """Compute `ssd_scan` for x, B and C that are packed in one tensor. The gradients of x, B and C are also written as
+    one tensor.
 
     Args:
         packed: [B, T, H · P + 2 · G · N], where the columns of x come first, then the columns of B, then the columns of

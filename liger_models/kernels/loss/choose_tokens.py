@@ -1,4 +1,5 @@
-"""The most likely or a sampled token of each row of logits, and the token's log-probability, in one pass.
+"""For each row of logits, choose the most likely token or a sampled token, and compute its log-probability, in one
+pass.
 
 ::
 

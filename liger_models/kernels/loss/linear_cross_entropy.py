@@ -15,8 +15,8 @@ products compute the chunk's dx and its part of dweight. The formulas for a row 
   weight and lse.
 
 In fp16, the gradients of a mean over many tokens could underflow. The factors of the tokens' losses (1 / number of
-tokens for a mean) are therefore divided by a power of two before the gradient of the logits is rounded. The power is
-the same for all tokens. At the end, the results are multiplied by this power of two, which is exact.
+tokens for a mean) are therefore divided by a power of two before the gradient of the logits is rounded. This power of
+two is the same for all tokens. At the end, the results are multiplied by it, which is exact.
 
 The host never waits for the device. Gradients that are not needed, such as the gradients of frozen inputs, are not
 computed. The loop over chunks is in `row_chunks.py`.
@@ -228,7 +228,7 @@ class TokensSaved(NamedTuple):
 class TokensUpstream(NamedTuple):
     """Inputs of the op `linear_cross_entropy_tokens_backward`.
 
-    ``a`` and ``c`` [N] are the gradients with respect to the losses and the log-probabilities.
+    ``a`` [N] and ``c`` [N] are the upstream gradients of the losses and of the log-probabilities.
     """
 
     a: Tensor | None
@@ -248,8 +248,8 @@ def _walk_chunks(
 ) -> tuple[list[Tensor], HeadGradients]:
     """Process all rows in chunks: compute their statistics, and the gradients dx, dweight and dbias that are needed.
 
-    If ``lse`` is given, the statistics are known and are not computed again. ``a`` [N] and ``c`` [N] are the gradients
-    with respect to the losses and the log-probabilities.
+    If ``lse`` is given, the statistics are known and are not computed again. ``a`` [N] and ``c`` [N] are the upstream
+    gradients of the losses and of the log-probabilities.
     """
     x, target, shard, options = inputs.x.contiguous(), inputs.target.contiguous(), inputs.shard, inputs.options
     local_target, local_options, vocabulary = target, options, None

@@ -212,7 +212,7 @@ class LinearLogprobsSaved(NamedTuple):
 class LinearLogprobsUpstream(NamedTuple):
     """Inputs of the op `linear_logprobs_backward`.
 
-    ``c`` and ``h`` [N] are the gradients with respect to the log-probabilities and the entropies.
+    ``c`` [N] and ``h`` [N] are the upstream gradients of the log-probabilities and of the entropies.
     """
 
     c: Tensor | None

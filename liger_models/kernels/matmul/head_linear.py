@@ -9,9 +9,9 @@ In a decoding step, the op multiplies the queries by the transposed projections 
 last R columns of the queries. In the same step, a second call with R = 0 multiplies attention's sums of latents by the
 projections from latents to values.
 
-The matrices are parts of one weight. Because either the rows or the columns of a matrix are contiguous, the kernel
-takes the strides of the matrices. A program loads its whole part of a matrix before the previous kernel ends (see
-`overlap`). A single row is multiplied elementwise. With 2 to `MOST_ROWS` rows, the kernel uses matrix units.
+The matrices are parts of one weight. Either the rows or the columns of the matrices are contiguous, so the kernel takes
+the strides of the matrices as arguments. A program loads its whole part of a matrix before the previous kernel ends
+(see `overlap`). A single row is multiplied elementwise. With 2 to `MOST_ROWS` rows, the kernel uses matrix units.
 
 Source: https://arxiv.org/abs/2405.04434.
 """

@@ -15,7 +15,7 @@ The backward uses ordinary matrix products, so gradients do depend on the batch:
     dx = dy @ W,   dW = dyᵀ @ x,   db = Σ_rows dy
 
 x and W are saved for the backward. The layer is a single op on every device. If autograd differentiated the product of
-each row separately, autograd would round the weight gradient of each row.
+each row separately, it would round the weight gradient of each row before adding it to the sum.
 
 Source: https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference.
 """

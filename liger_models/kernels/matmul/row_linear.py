@@ -1,4 +1,4 @@
-"""A linear layer for inputs with few rows, as in a decoding step. It takes about as long as reading the weight.
+"""A linear layer for inputs with few rows, as in a decoding step. The layer takes about as long as reading the weight.
 
 ::
 
@@ -11,9 +11,10 @@ If x has a single row, each program multiplies a few rows of W elementwise by x 
 goes through memory, and no matrix units are needed. Library kernels reach only two thirds of the memory bandwidth if W
 has few rows.
 
-If x has 2 to `MOST_ROWS` rows, the kernel uses matrix units. If W has too few rows to occupy all multiprocessors,
-several programs divide the columns of W, and a second kernel adds their sums. If W is small, reading W takes less time
-than launching a second kernel. One kernel with smaller tiles then computes all sums, for up to `MOST_SMALL_ROWS` rows.
+If x has 2 to `MOST_ROWS` rows, the kernel uses matrix units. If W has too few rows to occupy all multiprocessors, the
+columns of W are split among several programs, and a second kernel adds the programs' sums. If W is small, reading W
+takes less time than launching a second kernel. For up to `MOST_SMALL_ROWS` rows, one kernel with smaller tiles then
+computes all sums.
 
 The kernel for a single row also computes x @ Aᵀ and z. For these, the kernel has one program for each pair of a row of
 x and a row of A or W. If x has a single row, then on Hopper and later GPUs the kernel for y runs at the same time as
@@ -107,7 +108,7 @@ def load_B(B_ptr, row, N, R, RANKS: tl.constexpr):
 
 @triton.jit
 def low_rank_row(B, low_ptr, R, RANKS: tl.constexpr, LOW: tl.constexpr):
-    """Compute the ROWS elements of the low-rank term that belong to rows B [ROWS, RANKS], for a single row of x.
+    """For a single row of x, compute ROWS elements of the low-rank term, from the rows B [ROWS, RANKS].
 
     ``low_ptr`` points to x @ Aᵀ. If LOW is "awaited", the kernel that computes x @ Aᵀ may still be running.
     """
@@ -318,7 +319,10 @@ def takes_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def takes_low_rank(x: Tensor, low_rank: LowRank | None) -> bool:
-    """Return whether these kernels can add this low-rank term to their sums. Without a term, the result is True."""
+    """Return whether these kernels can add this low-rank term to their sums.
+
+    Without a low-rank term, the result is True.
+    """
     return low_rank is None or (len(low_rank[0]) <= MOST_RANKS and {matrix.dtype for matrix in low_rank} == {x.dtype})
 
 

@@ -15,8 +15,8 @@ fp32 number has 24, so the split is exact. The results are rounded to bf16. This
 error of truncated sums. Programs write partial sums of dW over parts of the rows, and `sum_partials` adds these sums in
 order.
 
-x and W are saved for the backward in their own dtypes. In some cases, x and W are cast to fp32 in the forward, and
-again in the backward: if there are only a few rows, if x is in fp16, or if W is in fp32.
+x and W are saved for the backward in their own dtypes. If there are only a few rows, if x is in fp16, or if W is in
+fp32, then x and W are cast to fp32 in the forward, and again in the backward.
 
 Source: https://arxiv.org/abs/2412.19437, section 3.3.2 (sums on tensor cores, continued in fp32).
 """

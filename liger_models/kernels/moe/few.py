@@ -65,9 +65,9 @@ def _few_tile(
 ):  # fmt: skip
     """Return a tile's expert, the tile's first row, the end of the expert's rows, and whether the tile has any rows.
 
-    If rows are sorted, ``where_ptr`` points to the end of the rows of each of COUNT experts. If rows are not sorted,
-    ``where_ptr`` points to the expert of each of COUNT copies. Each copy then has its own tile, and the copy's row
-    index is the number of earlier copies with the same expert.
+    If rows are sorted, ``where_ptr`` points to COUNT numbers: for each expert, the index of the end of its rows. If
+    rows are not sorted, ``where_ptr`` points to COUNT indices: the expert of each copy. Each copy then has its own
+    tile, and the copy's row index is the number of earlier copies with the same expert.
     """
     if SORTED:
         expert, first, end = _rows_of_tile(tile, where_ptr, COUNT, BLOCK, BLOCK_ROWS)

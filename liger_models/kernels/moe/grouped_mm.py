@@ -1,7 +1,7 @@
 """Grouped matrix products: the rows of each expert are multiplied by the matrix of this expert.
 
-Rows are sorted by expert, and expert e has the rows from ends[e − 1] to ends[e] − 1. The sums are over the rows j of e,
-and are 0 for an expert without rows::
+Rows are sorted by expert, and expert e has the rows from ends[e − 1] to ends[e] − 1. The sums are over the rows j of
+expert e, and are 0 for an expert without rows::
 
     product       out_j = rows_j · W_e             for every row j of e
     outer         out_e = Σ_j left_j ⊗ right_j
@@ -187,9 +187,10 @@ def library_runs(gate_up_weight: Tensor, down_weight: Tensor) -> bool:
 
     PyTorch's grouped_mm is used where it is a single CUTLASS kernel that does not wait for the device. This is the case
     in bf16 on Hopper, for fewer than 1024 experts and any number of rows per expert, if the rows of the experts'
-    matrices consist of whole 16-byte vectors. On Blackwell, grouped_mm returns a nonzero weight gradient for an expert
-    without rows (pytorch#172439). In all other cases, grouped_mm loops over the experts and waits for the device.
-    Inside `batch_invariant`, the Triton kernel runs, which has the same tile shape for any number of rows.
+    matrices consist of whole 16-byte vectors. grouped_mm is not used on Blackwell, where it returns a nonzero weight
+    gradient for an expert without rows (pytorch#172439). In all other cases, grouped_mm loops over the experts and
+    waits for the device. Inside `batch_invariant`, the Triton kernel runs, which has the same tile shape for any number
+    of rows.
     """
     return (
         cuda_capability(gate_up_weight.device)[0] == 9

@@ -13,7 +13,7 @@ for y_n, it is added after y_n has been rounded.
 The numbers of rows per expert stay on the device, so the host never waits for the device.
 
 A copy without an expert has the expert index X. Such copies are sorted after the S other copies and have no row, so
-that slot >= S.
+their slots are at least S.
 """
 
 import torch

@@ -17,8 +17,8 @@ With the gate first, let n = u · r(u) and v = dy · w::
 Without a weight, there is no norm: y = cast(x · a), dx = dy · a, and dgate = dy · x · a'.
 
 x, the gate and the weight are saved, and the backward recomputes r. dw is summed in fp32: each program writes a partial
-sum, and `sum_partials` adds the partial sums. If each group of a token has weights of its own, a program processes rows
-of only one group.
+sum, and `sum_partials` adds the partial sums. If the groups of a token have different weights, each program processes
+rows of only one group.
 """
 
 from collections.abc import Callable
@@ -153,7 +153,8 @@ def _gated_norm_backward_kernel(
 def _as_rows(groups: int, *tensors: Tensor) -> list[Tensor]:
     """Return the tensors [..., D] as [outer, H, D] with contiguous rows, without a copy where possible.
 
-    If there are several groups, H is the number of groups. Otherwise, H is 1 if all tensors are contiguous.
+    H is the number of groups if there are several groups, and 1 if there is a single group and all tensors are
+    contiguous.
     """
     tensors = tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
     shape = tensors[0].shape
@@ -162,7 +163,10 @@ def _as_rows(groups: int, *tensors: Tensor) -> list[Tensor]:
 
 
 def _groups(x: Tensor, weight: Tensor | None) -> int:
-    """Return the number of groups that have weights of their own; 1 with a shared weight or without a weight."""
+    """Return the number of groups that have weights of their own.
+
+    The result is 1 if the weight is shared or missing.
+    """
     return 1 if weight is None else weight.numel() // x.shape[-1]
 
 
