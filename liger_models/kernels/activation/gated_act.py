@@ -75,7 +75,7 @@ def _activation(g, ACT: tl.constexpr):
 def _load_pairs(pointer, left, BLOCK: tl.constexpr):
     """Load gate and up for BLOCK results, and convert them to fp32.
 
-    ``left`` is the number of results from the pointer to the tensor's end.
+    ``left`` is the number of results between the pointer and the tensor's end.
     """
     elements = tl.arange(0, 2 * BLOCK)
     pairs = tl.load(pointer + elements, mask=elements < 2 * left, other=0.0)

@@ -55,7 +55,7 @@ def _remainder(x):
 def _parts(x, eps):
     """Return the factor of p in y, the factor of n in y, and exp(min(x, ε)) − 1.
 
-    The formula for y contains either p or n. The factor of the other coefficient is 0.
+    For each x, the formula for y contains only one of p and n, and the factor of the other coefficient is 0.
     """
     bounded = tl.minimum(x, eps)
     remainder = _remainder(bounded)

@@ -4,7 +4,7 @@ most 256.
 Queries and keys have D columns, and values have V columns. There are T queries and S keys, and query i is token i + S −
 T. A query sees a key if the key belongs to the query's document, is not after the query, and is fewer than ``window``
 tokens before the query. Let s_ij = scale · log2 e · q_i · k_j, and let m_i be a number near the largest s_ij of query
-i. The forward computes in fp32, where Σ_j is a sum over the keys that query i sees::
+i. Σ_j is a sum over the keys that query i sees. The forward computes in fp32::
 
     Σ_i  = Σ_j exp2(s_ij − m_i)
     p_ij = exp2(s_ij − m_i) / Σ_i
@@ -208,7 +208,7 @@ class LaunchPlan:
     def programs(self, q: Tensor, launch: Launch, per_sm: int) -> int:
         """Return the number of programs that write the workspace in a launch.
 
-        With documents or a window, each tile has its own program, because the tiles take unequal times.
+        With documents or a window, each tile has its own program, because some tiles take longer than others.
         """
         return launch.places if self.bounded else min(launch.places, num_programs(q, per_sm))
 
@@ -222,14 +222,17 @@ class LaunchPlan:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Return x [B, T, H, D], or a padded copy if not all rows begin at multiples of 16 bytes, which loads require."""
+    """Return x [B, T, H, D] if all rows begin at multiples of 16 bytes, as loads require.
+
+    Otherwise, return a padded copy.
+    """
     if x.stride(3) != 1 or x.data_ptr() % 16 or any(not size or size * x.itemsize % 16 for size in x.stride()[:3]):
         x = torch.nn.functional.pad(x, (0, -x.shape[3] % 8)).contiguous()
     return x
 
 
 def _heads(x: Tensor, rows: int, columns: int) -> Any:
-    """Make a descriptor of an aligned x [B, T, H, D] that loads tiles [rows, columns] of a head.
+    """Make a descriptor that loads tiles [rows, columns] of a head of an aligned x [B, T, H, D].
 
     The descriptor views x as [B, H, T, D].
     """
@@ -238,7 +241,7 @@ def _heads(x: Tensor, rows: int, columns: int) -> Any:
 
 
 def _strips(x: Tensor, rows: int, columns: int) -> Any:
-    """Make a descriptor of a workspace [places · BLOCK_M, BLOCK_N] that loads tiles [rows, columns]."""
+    """Make a descriptor that loads tiles [rows, columns] of a workspace [places · BLOCK_M, BLOCK_N]."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
 
 

@@ -159,7 +159,7 @@ def _sum_over_keys(
     D: tl.constexpr, HAS_INVERSE: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of o = weights · v / Σ or of dq = ds · k, [B, T, H, D] each.
+    """Write a tile of o = weights · v / Σ or of dq = ds · k, where o and dq are [B, T, H, D].
 
     The tile has BLOCK_M queries and BLOCK_D columns of a slot. D is the width of the result.
     """

@@ -10,8 +10,9 @@ new token sees, and are computed in fp32::
     lse = log(Σ_j exp(s_j) + exp(z))
     o   = Σ_j exp(s_j − lse) · v_j
 
-The keys of a row are divided among programs, because one program per head would occupy only a small part of a GPU.
-Program i writes o_i and lse_i for its keys, without the sink. A second kernel combines the results of all programs::
+The keys of a row are split among several programs, because one program per head would occupy only a small part of a
+GPU. Program i writes o_i and lse_i for its keys, without the sink. A second kernel combines the results of all
+programs::
 
     o = Σ_i exp(lse_i − lse) · o_i
 
@@ -20,8 +21,8 @@ A program then reads only the keys, and computes two products with the queries: 
 and one for the other D − V columns.
 
 Heads that share keys are rows of the same matrix product, so that each key is read once. The number of programs depends
-only on the shapes. ``lengths`` determines which keys each program reads, so that a launch that was captured in a CUDA
-graph works for all lengths. There is no backward.
+only on the shapes. Each program reads ``lengths`` on the device to find its keys, so a launch that was captured in a
+CUDA graph works for all lengths. There is no backward.
 
 Source: https://arxiv.org/abs/1805.02867, https://pytorch.org/blog/flash-decoding, https://arxiv.org/abs/2309.06180.
 """

@@ -1,8 +1,8 @@
 """Batch-invariant causal attention: a token's result is bitwise identical in training, prefill and decoding.
 
-Token i sees the keys from max(first_i, last_i − window + 1) to last_i, where ``first`` is the start of the token's
-document, and ``last`` is the token's own position. The score of key j is s_j = scale · q · k_j or, with a softcap c,
-s_j = c · tanh(scale · q · k_j / c). z is the sink of the head; without sinks, exp(z) = 0. All sums are in fp32::
+Token i sees the keys from max(first_i, last_i − window + 1) to last_i, where first_i is the start of the token's
+document, and last_i is the token's own position. The score of key j is s_j = scale · q · k_j or, with a softcap c, s_j
+= c · tanh(scale · q · k_j / c). z is the sink of the head; without sinks, exp(z) = 0. All sums are in fp32::
 
     lse = log(Σ_j exp(s_j) + exp(z))
     o   = Σ_j exp(s_j − lse) · v_j

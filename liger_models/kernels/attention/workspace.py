@@ -3,10 +3,10 @@
 The workspace is a stack of tiles [BLOCK_M queries, BLOCK_N keys]. The index of a tile in the stack is its *place*. One
 launch fills the workspace for some query heads, which are called the launch's *slots*, and for a part of the queries. A
 tile has a place only if one of its queries sees one of its keys, so a later query tile has more places than an earlier
-one. To make every slot a rectangle, query tiles are paired such that all pairs see about the same number of keys. The
-last tile is paired with the first, the second to last with the second, and so on. If the number of query tiles is odd,
-the last tile has no partner. For example, query tiles 0 to 4 make 3 pairs with 5 places each. The table shows which
-query tile each place belongs to. The key tiles of a query tile are at consecutive places, in order::
+one. To make every slot a rectangle, query tiles are paired, such that each pair together sees about the same number of
+keys. The last tile is paired with the first, the second to last with the second, and so on. If the number of query
+tiles is odd, the last tile has no partner. For example, query tiles 0 to 4 make 3 pairs with 5 places each. The table
+shows which query tile each place belongs to. The key tiles of a query tile are at consecutive places, in order::
 
     pair 0    4 4 4 4 4
     pair 1    3 3 3 3 0
@@ -68,7 +68,10 @@ VARYING = [
 
 @triton.jit
 def key_tiles(tile, position, S, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the number of key tiles that a query tile sees. Query tile 0 begins at ``position`` of the S keys."""
+    """Return the number of key tiles that a query tile sees.
+
+    The first query of query tile 0 has the index ``position`` among the S keys.
+    """
     return tl.cdiv(tl.minimum(position + (tile + 1) * BLOCK_M, S), BLOCK_N)
 
 
@@ -97,7 +100,7 @@ def tile_at(
     place, part, low_ptr, H: tl.constexpr, GROUP: tl.constexpr, BOUNDED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the batch row, the query head, the first query, the first key, and the visibility of the tile at a place.
+    """Return the batch row, query head, first query, first key and visibility of the tile at a place.
 
     With bounds (a window or documents), a tile is visible if one of its queries may see one of its keys. Without
     bounds, all tiles count as visible.

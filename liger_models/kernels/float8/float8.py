@@ -381,7 +381,7 @@ def _limits(dtype: torch.dtype, power_of_2: bool) -> dict[str, object]:
 
 
 def add_amax(matrix: Matrix, amax: Tensor) -> None:
-    """Increase ``amax``, in place, to the largest absolute value of the matrix or of each column.
+    """Raise ``amax``, in place, to at least the largest absolute value of the matrix or of each column.
 
     Args:
         amax: fp32, [1] for one maximum, or [C] for a maximum per column.
@@ -483,7 +483,7 @@ def round_matrix(
 ) -> tuple[Float8, Float8]:
     """Round an operand as the recipe specifies, and return it by rows and by columns.
 
-    The caller may use only the results that ``rows`` and ``columns`` request.
+    Only the results that are requested by ``rows`` and ``columns`` may be used.
 
     Args:
         matrix: [N, C].
@@ -587,8 +587,8 @@ def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 |
 
     If the recipe has one scale per operand, ``amax`` [1] is increased to the largest absolute value of the weight.
 
-    ``gathered`` is the weight after rounding with one scale, if ranks have already rounded their own rows and gathered
-    all rows. The values of ``weight`` are then not read.
+    If the ranks have already rounded their own rows with one scale and gathered all rows, ``gathered`` is the gathered,
+    rounded weight. The values of ``weight`` are then not read.
     """
     return round_matrix(plain(weight), recipe, amax=amax)[0] if gathered is None else gathered
 

@@ -11,8 +11,9 @@ multiply and add. The operands of matrix units hold neighboring weights as pairs
 - "one_scale": a further instruction multiplies the pair by a scale in bfloat16, and rounds the products.
 - "two_scales": the codes are in e2m1, and bfloat16 cannot represent their scale s exactly. Each e2m1 number is a power
   of 2, or 1.5 times a power of 2. Each rounded weight is therefore t = bf16(s) or u = bf16(1.5 · s), multiplied by a
-  power of 2. If p is the number without its mantissa, the rounded weight is number · 2 (u - t) + p · (3 t - 2 u). All
-  these factors are exact in bfloat16, and so is the sum. A pair takes three instructions.
+  power of 2. Let p be the number without its mantissa, which is a power of 2 with the number's sign. The rounded weight
+  is then number · 2 (u - t) + p · (3 t - 2 u). All factors of this sum are exact in bfloat16, and so is the sum. A pair
+  takes three instructions.
 - "products": numbers or scales are in fp32, and each product of a number and a scale is rounded. Shared memory holds 16
   copies of the table of pairs, in fp32, and each lane reads a pair of eight bytes. Three instructions multiply both
   numbers and round the products.

@@ -298,7 +298,7 @@ class Float8Blocks(Format):
         return block_rows(x, codes, scales, width, bias, act, low_rank)
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """Return the unit of the sizes of slices. A slice of columns must consist of whole blocks.
+        """Return the number that must divide the size of a slice. A slice of columns must consist of whole blocks.
 
         A slice of rows may have any size, because each row has its own scales.
         """

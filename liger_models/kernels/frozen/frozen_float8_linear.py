@@ -6,16 +6,16 @@
     dx = (G @ code) · c                   G and c are the codes and scales of dy · scale, computed in the same way
 
 Each row of x and of dy is quantized with a scale that is computed from its own values (dynamic quantization). dx is a
-sum over the rows of W, so dy is multiplied by the scales of these rows before it is quantized. `torch._scaled_mm`
-computes the products. In the backward, `torch._scaled_mm` needs the codes transposed in memory, so a kernel transposes
-them before each product. Sums are in fp32, and results are rounded once, to bfloat16.
+sum over the rows of W, so dy is multiplied by the scales of these rows before dy is quantized. `torch._scaled_mm`
+computes the products. In the backward, `torch._scaled_mm` needs the codes of W transposed in memory, so a kernel
+transposes the codes before each product. Sums are in fp32, and results are rounded once, to bfloat16.
 
 If x has few rows, as in a decoding step, reading the codes takes most of the time, so the forward does not quantize x.
-A kernel multiplies the codes by the unrounded x, and then each sum by the scale of its row of W.
+A kernel multiplies the codes by the unrounded x, and then multiplies each sum by the scale of the corresponding row of
+W.
 
-If the products cannot run in float8 (because of a dtype other than bfloat16, a size that is not a multiple of 16, or a
-GPU older than sm_89), W is dequantized for each product. Only the stored weight is saved for the backward, so saving
-takes no additional memory.
+Products in float8 need bfloat16, sizes that are multiples of 16, and a GPU from sm_89 on. In all other cases, W is
+dequantized for each product. Only the stored weight is saved for the backward, so saving takes no additional memory.
 
 Source: https://arxiv.org/abs/2209.05433 (the format); https://arxiv.org/abs/2208.07339 (scales of rows).
 """

@@ -1,11 +1,11 @@
-"""The common kernels of frozen weights with four-bit codes. Each group of columns of a row shares a scale.
+"""The common kernels of frozen weights with four-bit codes. In each row, a group of columns shares a scale.
 
     W = rounded(number(code) · scale)
 
 A byte holds the codes of two neighboring columns, with the code of the first column in the lower half. The formats
 differ in the numbers that the 16 codes stand for and in how scales are stored. Each product of a number and a scale is
-computed in fp32 and rounded once, to bfloat16 (or to float16, see `GroupConstants`). The result is the same as when the
-checkpoint is read as dense weights.
+computed in fp32 and rounded once, to bfloat16 (or to float16, see `GroupConstants`). The dequantized W is identical to
+the weight of a model that loads the checkpoint as dense weights.
 
 W is dequantized in one pass before each product, and freed after the product. If x has few rows, as in a decoding step,
 the forward does not dequantize W in memory. A kernel reads the codes, and dequantizes each tile of W in registers right
@@ -375,7 +375,7 @@ class Groups(Format):
         return group_rows(x, codes, scales, whole, self.constants(weight.layout), bias, act, low_rank)
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """Return the unit of the sizes of slices.
+        """Return the number that must divide the size of a slice.
 
         A slice of columns must consist of whole groups. A slice of rows may have any size.
         """

@@ -263,10 +263,10 @@ class Format:
         return tuple(tensors.values())
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """Return the unit of the sizes of slices.
+        """Return the number that must divide the size of a slice.
 
-        With ``rows``, the number of elements of a slice of rows must be a multiple of the unit. Otherwise, the number
-        of columns of a slice of columns must be a multiple of the unit.
+        With ``rows``, the size is the number of elements of a slice of rows. Otherwise, the size is the number of
+        columns of a slice of columns.
         """
         return 1
 

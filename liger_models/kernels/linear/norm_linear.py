@@ -14,7 +14,7 @@ weights, and N(h)::
     dA = gᵀ @ N(h),   dB = dyᵀ @ (N(h) @ Aᵀ)
 
 h, the weights, and the norm's fp32 statistics of each row are saved. The statistics are one number per row for RMSNorm,
-and two for LayerNorm. With a low-rank term, no other activations are saved, because the backward also recomputes the
+and two for LayerNorm. A low-rank term does not add saved activations, because the backward also recomputes the
 normalized rows for dA and dB. Gradients that are not needed are not computed. Every other gradient has the dtype of its
 input. The backward is a single op, which hides the recomputed N(h) from compilers. If a compiler saw N(h), it would
 save N(h) in the forward.

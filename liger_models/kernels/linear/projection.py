@@ -109,7 +109,7 @@ def of_stream(gradients: Gradients, dx: Tensor | None, needs: Any) -> Gradients:
 
 
 def norm_gradients_fake(norm: FusedNorm, needs: NormNeeds) -> NormGradients:
-    """Return gradients without values for a norm's parameters, in the dtype of the norm's weight."""
+    """Return fake gradients of a norm's parameters, in the dtype of the norm's weight."""
     weight = norm.weight
     if weight is None:
         return NormGradients()
@@ -117,7 +117,7 @@ def norm_gradients_fake(norm: FusedNorm, needs: NormNeeds) -> NormGradients:
 
 
 def projection_gradients_fake(projection: Projection, needs: ProjectionNeeds) -> ProjectionGradients:
-    """Return gradients without values for a projection's parameters, in the dtypes of the weight, A and B."""
+    """Return fake gradients of a projection's parameters, in the dtypes of the weight, A and B."""
     weight, _, low_rank = projection
     A, B = low_rank or (None, None)
     return ProjectionGradients(
@@ -187,7 +187,7 @@ class Product:
         self, d_product: Tensor, gate_up: Tensor, act: str, down: "Product", *, for_rows: bool,
         needs: ProjectionNeeds, need_product: bool, overwrite_gate_up: bool,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """Compute the backward of the gated activation between this product, whose y is gate_up, and ``down``.
+        """Compute the backward of the gated activation between this product, which gives gate_up, and ``down``.
 
         ``d_product`` [N, F], the gradient of the gated product, may be overwritten.
 

@@ -242,9 +242,9 @@ def scan(
 ):  # fmt: skip
     """Go through the chunks of a document in order, and store the output and the final state.
 
-    With STORE_STATES (for the backward), store D and the state before each chunk instead. There are few programs per
-    multiprocessor, so a step must be short: earlier kernels compute everything that all columns share, and offsets
-    within a chunk are 32-bit numbers.
+    With STORE_STATES (for the backward), store D and the state before each chunk, instead of the output and the final
+    state. There are few programs per multiprocessor, so a step must be short: earlier kernels compute everything that
+    all columns share, and offsets within a chunk are 32-bit numbers.
     """
     n, head, key_head, v_columns = owned_columns(program, Hv, GROUP, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)

@@ -76,17 +76,14 @@ def in_chunks(
         since = (since + decay[..., first, :]).exp()
 
         def pairs(rows: Tensor) -> Tensor:
-            """Return the products [.., C, C] of each row and the keys of all tokens, multiplied by the decays between
-            the tokens.
+            """Return the products of each row and all keys, multiplied by the decays between their tokens, [.., C, C].
             """
             if by_channel:
                 return torch.einsum("bhik,bhjk,bhijk->bhij", rows, K, between)
             return rows @ K.mT * between[..., 0]
 
         def read_state(x: Tensor) -> Tensor:
-            """Multiply each row of x by its document's state before this chunk, and by the decay from there to the
-            row's token.
-            """
+            """Multiply each row of x by its document's state before this chunk, decayed up to the row's token."""
             x = x * since
             out = (x @ state) * carried
             if initial is not None:

@@ -19,8 +19,8 @@ from liger_models.kernels.linear_attention.gated_delta_forward import (
 def _level(total_ptr, total, level, count, C: tl.constexpr, DK: tl.constexpr, width, BLOCK: tl.constexpr):
     """Return F [C, BLOCK] of a level, and a mask [C, C] of the pairs of tokens that belong to the level.
 
-    At level n, the last token of the first half of each block of 2^(n + 1) tokens is the reference of the block. A
-    level's pairs consist of one token of the second half and one token of the first half of the same block.
+    At level n, the last token of the first half of each block of 2^(n + 1) tokens is the reference of the block. Each
+    pair of the level consists of one token of the first half and one token of the second half of the same block.
     """
     index, half = tl.arange(0, C), 1 << level
     reference = tl.minimum((index >> (level + 1) << (level + 1)) + half - 1, count - 1)

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution over a few tokens, with its activation.
+"""Causal depthwise convolution over a few tokens, and the activation after it.
 
 The forward computes each channel in fp32. The inputs before the start of a sequence or document are taken from the
 initial state, or are 0::

@@ -20,8 +20,9 @@ in the opposite order to compute the gradient of the state after each chunk, dS 
     dC = W B + Σ_heads e^{G_i} · dY Sᵀ,   dB = Wᵀ C + Σ_heads δ · e^{G − G_i} · X dSᵀ
 
 In the backward, a chunk has two tiles of tokens, and exponentials are computed only for pairs of tokens in the same
-tile. The decay from a token j of the first tile to a token i of the second is the product of two factors of at most 1:
-the decay from j to the last token m of the first tile, and the decay from m to i. E_ij = e^{G_i − G_m} · e^{G_m − G_j}.
+tile. Let m be the last token of the first tile. The decay from a token j of the first tile to a token i of the second
+tile is the product of two factors of at most 1: the decay from j to m, and the decay from m to i. E_ij = e^{G_i − G_m}
+· e^{G_m − G_j}.
 
 The decay from an earlier token to token k, or past k to a later token, contains the decay of token k as a factor. dg_k
 is therefore a sum over all these decays, in fp32. The diagonal of M has no decay and is left out of this sum. The
@@ -163,8 +164,8 @@ class _Sizes:
     ) -> dict[str, Any]:
         """Return the constants of a kernel that processes the chunks in parallel.
 
-        ``rows`` is the number of rows of x or of its gradient that the kernel loads for a head, in addition to a state.
-        ``block_n`` and ``block_p`` are the sizes of the state's block; None for the whole state.
+        For each head, the kernel loads a state and ``rows`` rows of x or of its gradient. ``block_n`` and ``block_p``
+        are the sizes of the state's block. If they are None, the block is the whole state.
         """
         block_n, block_p = block_n or self.block_n, block_p or self.block_p
         stage = block_p * (block_n + rows) * x.element_size()

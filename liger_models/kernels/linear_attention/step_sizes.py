@@ -4,8 +4,8 @@ The step size δ and the logarithm g of the decay are computed in fp32 from d, o
 
     δ = clamp(softplus(d + bias), limits),   g = −exp(A) · δ
 
-A is the logarithm of the head's decay rate. If gradients are needed, the function runs in plain PyTorch. Otherwise, as
-in decoding, one kernel computes δ and g.
+A is the logarithm of the head's decay rate. If gradients are needed, δ and g are computed in plain PyTorch. Otherwise,
+as in decoding, one kernel computes them.
 """
 
 import torch

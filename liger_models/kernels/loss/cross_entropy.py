@@ -24,8 +24,8 @@ If the loss is a scalar (reduction "mean" or "sum"), the forward also computes t
 kernel reads each row twice, and the second read hits the cache. For per-token results, and in compiled graphs, the
 gradient is computed from the logits in the backward.
 
-The backward needs lse and the logits, so nothing is written to the logits. Two fp32 numbers, max z and Σ exp(z − max
-z), represent lse, because a single rounded number would lose the digits of p − 1 where p is close to 1.
+The backward needs lse and the logits, so the forward does not overwrite the logits. Two fp32 numbers, max z and Σ exp(z
+− max z), represent lse, because a single rounded number would lose the digits of p − 1 where p is close to 1.
 
 Source: https://arxiv.org/abs/1805.02867 (online softmax), https://arxiv.org/abs/2204.02311 (z-loss).
 """

@@ -217,8 +217,8 @@ def _row_statistics(
     """Compute D of a row, and the numbers from which the gradient of D is computed.
 
     These numbers are: the maximum and the log-sum-exp of the student's logits, and of the teacher's logits; Σ ``a``;
-    and the student's log-sum-exp at temperature 1. For cosine, norms take the place of log-sum-exps, and the cosine
-    takes the place of Σ ``a``.
+    and the student's log-sum-exp at temperature 1. For the divergence "cosine", norms are returned in place of
+    log-sum-exps, and the cosine is returned in place of Σ ``a``.
     """
     # In a first read of both models' rows, compute the online softmax of each row or, for cosine, three dot products.
     columns = tl.arange(0, BLOCK)

@@ -456,7 +456,7 @@ def log_probs_of_sum(
     logit_scale: float = 1.0,
     workspace_mib: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute log-probabilities for a loss that probably is a multiple of their sum, for example their negative mean.
+    """Compute log-probabilities for a loss that is probably a multiple of their sum, such as their negative mean.
 
     The forward computes the gradients of this sum, while the logits are in memory, so three matrix products are needed
     instead of four. The backward waits for the device to compare the upstream gradients of all targets. If the upstream

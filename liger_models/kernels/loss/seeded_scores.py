@@ -6,8 +6,8 @@
 
 E is exponentially distributed. Imagine one exponential clock per token, with the rate exp(z_t). The clock of token t
 rings first with probability softmax(z)_t. The logarithm of the time at which this clock rings is log E_t − z_t, so the
-first clock has the highest score. The random numbers are hashes. Rows are therefore independent of each other, and all
-devices get the same numbers up to rounding.
+clock that rings first has the highest score. The random numbers are hashes. Rows are therefore independent of each
+other, and all devices get the same numbers up to rounding.
 
 The hash takes about twenty integer operations. In plain PyTorch, each operation is a pass over an int64 tensor [B, V].
 

@@ -1,8 +1,8 @@
 """The experts of a mixture: MLPs, computed as grouped products over tokens that are sorted by expert.
 
 The N · K copies of the tokens are sorted as in `permutation`: copy k of token n is row j = slot[n, k], and e is the
-expert of this copy. A is one of the activations of `expert_act`. If A has no gate, u_j holds only up. Without biases,
-bgu = bd = 0::
+expert of this copy. A is one of the activations of `expert_act`. If the activation A has no gate, u_j holds only up.
+Without biases, bgu = bd = 0::
 
     r_j = x_n                             permute
     u_j = Wgu_e · r_j                     grouped product; gate and up interleaved
@@ -12,8 +12,8 @@ bgu = bd = 0::
 If there are only a few copies and no backward, the copies are not sorted (see `few`). A copy without an expert has no
 row.
 
-In the backward, the routing weight can be applied before or after a linear map. It is cheapest to apply the weight
-where rows are narrow: dy is copied without the weight, and one kernel that reads u and g does all other elementwise
+In the backward, the routing weight can be applied before or after a linear map. Applying the weight is cheapest where
+rows are narrow. dy is therefore copied without the weight, and one kernel that reads u and g does all other elementwise
 work::
 
     d_j = dy_n                            permute
@@ -90,9 +90,9 @@ def moe_mlp_reference(
 ) -> Tensor:
     """Compute `moe_mlp` in plain PyTorch. The function is differentiable, and keeps fp64 inputs in fp64.
 
-    The loop over the experts is a separate op, because compilers cannot trace how the host waits for the number of rows
-    of each expert. Quantized matrices are dequantized at the start. Dropout does not drop the same elements as in
-    `moe_mlp`.
+    The loop over the experts is a separate op, because the host waits for the number of rows of each expert, which
+    compilers cannot trace. Quantized matrices are dequantized at the start. Dropout does not drop the same elements as
+    in `moe_mlp`.
     """
     gate_up_weight, down_weight = dense(gate_up_weight), dense(down_weight)
     N, K = experts.shape

@@ -237,8 +237,8 @@ def _few_kernel(
     There is a scale for each row or, if WIDTH is not 0, for each WIDTH columns of a row. WIDTH is a multiple of
     BLOCK_IN.
 
-    With EARLY, the previous launch must be a launch of this kernel without EARLY, for the same single row. The first
-    step of the matrix is then loaded before the previous kernel ends.
+    EARLY is allowed only if the previous launch was a launch of this kernel without EARLY, for the same single row. The
+    first step of the matrix is then loaded before the previous kernel ends.
     """
     if EARLY:
         start_next(OVERLAPS)

@@ -9,7 +9,7 @@ their weights w in fp32::
     w_k = scale · s[T_k]               or, with ``normalize``, scale · s[T_k] / (Σ_j s[T_j] + epsilon)
 
 If there are neither a bias nor groups, the K largest logits are chosen. The score of a group is its largest c, or the
-sum of its two largest c. The caller may also give T for some or all tokens, in order to use experts that were chosen
+sum of its two largest c. For some or all tokens, the caller may also pass T, and thereby reuse experts that were chosen
 earlier (routing replay). With ``round_weights``, w is rounded to the dtype of the logits.
 
 In the backward, let d[T_k] = scale · dw_k, and d = 0 elsewhere. q is the softmax over all experts or, with
@@ -19,8 +19,8 @@ In the backward, let d[T_k] = scale · dw_k, and d = 0 elsewhere. q is the softm
     dl = s · (1 − s) · d                             sigmoid
     dl = s · (1 − s) / S · (d − Σ_x s_x · d_x / S)   sigmoid with normalize, over T, where S = Σ_j s[T_j] + epsilon
 
-With the score "sparsemixer", the experts are chosen one after the other, and each has a softmax of its own. For the
-k-th expert, let R be the experts that are not chosen yet, and m the largest logit in R::
+With the score "sparsemixer", the experts are chosen one after the other, each with a softmax of its own. For the k-th
+expert, let R be the set of experts that are not chosen yet, and let m be the largest logit in R::
 
     A = experts x in R with m − l_x ≤ tolerance · max(|l_x|, m), and T_k
     T_k = the expert with logit m       if it is not given
@@ -82,7 +82,7 @@ class Routing(NamedTuple):
     tolerance: float = 0.0
 
     def check(self, where: str, num_experts: int) -> None:
-        """Raise ValueError unless the routing fits ``num_experts`` experts.
+        """Raise ValueError unless this routing is valid for ``num_experts`` experts.
 
         Args:
             where: the caller, for the message.

@@ -177,7 +177,7 @@ def _gradients_like(x: Tensor, gate: Tensor, weight: Tensor | None) -> tuple[Ten
 
 
 def _rows_of(x: Tensor, groups: int) -> tuple[int, int]:
-    """Return the number of rows that share a weight, and the number of these rows that have the same outer index."""
+    """Return the number of rows that share a weight, and how many of these rows have the same outer index."""
     inner = 1 if groups > 1 else x.shape[1]
     return x.shape[0] * inner, inner
 

@@ -279,7 +279,7 @@ def _rms_norm_backward_wide_kernel(
 def _rms_norm_weight_gradient_kernel(
     dy_ptr, h_ptr, rstd_ptr, dw_ptr, N, C, SCALE_IN_FP32: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Sum BLOCK columns of dw over every ``num_programs(1)``-th row."""
+    """Compute BLOCK columns of a partial sum of dw, which is over every ``num_programs(1)``-th row."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < C
     dw = tl.zeros([BLOCK], tl.float32)
@@ -330,7 +330,7 @@ def norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Normalize ``h = residual + x``, and return ``(y, h, statistics)``.
 
-    If the residual is None, h is x, or a contiguous copy of x if `_spaced_rows` makes one.
+    If the residual is None, h is x itself, or the contiguous copy of x that `_spaced_rows` has made.
     """
     weight = weight.contiguous()
     x, x_n = _spaced_rows(x)

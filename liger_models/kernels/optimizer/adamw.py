@@ -10,10 +10,10 @@ moving averages of g and g². The update is computed in fp32::
 
 p is computed from the unrounded m and v. Then p, m and v are rounded to the dtypes of their tensors, either to nearest
 or stochastically. Stochastic rounding of x to bfloat16 adds a random integer r, uniform in [0, 2¹⁶), to the 32 bits of
-x, and keeps the upper 16 bits of the sum. The expected value of the rounded x is therefore x. Stochastic rounding is as
-important for moments as for parameters: with rounding to nearest, 0.999 · v would become v again. r is Philox(seed;
-element, tensor, step), so r depends neither on the grid nor on the global generators. 8-bit moments consist of codes
-and scales, which `moments` describes. 8-bit moments are always rounded stochastically.
+x, and keeps the upper 16 bits of the sum. The expected value of the rounded x is therefore x. Moments need stochastic
+rounding as much as parameters do: with rounding to nearest, 0.999 · v would become v again. r is Philox(seed; element,
+tensor, step), so r depends neither on the grid nor on the global generators. 8-bit moments consist of codes and scales,
+which `moments` describes. 8-bit moments are always rounded stochastically.
 
 The kernel finds the tensors in a table with one row per tensor. The table is copied to the device with every launch,
 because gradients have new addresses in every step. The host never waits for the device. The function is not registered
@@ -179,7 +179,10 @@ def _update(
     P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr,
     STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update up to BLOCK elements of a tensor from index ``start`` on, where ``remaining`` elements are left."""
+    """Update up to BLOCK elements of a tensor.
+
+    They begin at index ``start``, from which ``remaining`` elements are left.
+    """
     at = start + tl.arange(0, BLOCK)
     p_ptr = _tensor_at(row + 4, P_DTYPE, ALIGNED) + at
     g_ptr = _tensor_at(row + 5, G_DTYPE, ALIGNED) + at

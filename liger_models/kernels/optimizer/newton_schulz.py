@@ -5,8 +5,9 @@ The steps move the singular values σ of a matrix close to 1, and keep its singu
     X = X / max(‖X‖, 1e-7)                          with the Frobenius norm, so that σ <= 1
     five times:  A = X Xᵀ,   X = a X + (b A + c A²) X          a, b, c = 3.4445, -4.7750, 2.0315
 
-The coefficients are chosen for a steep slope at σ = 0 instead of a fixed point at σ = 1. A σ above 0.002 ends between
-0.68 and 1.21. A matrix with more rows than columns is first transposed, because X Xᵀ is then the smaller product.
+The coefficients are chosen such that small σ grow fast (a steep slope at σ = 0), not such that σ = 1 is a fixed point.
+A σ above 0.002 ends between 0.68 and 1.21. A matrix with more rows than columns is first transposed, because X Xᵀ is
+then the smaller product.
 
 A and b A + c A² are symmetric. `symmetric_product` therefore computes only the tiles on and below the diagonal, and
 stores each tile and its mirror image. Products are accumulated in fp32, and rounded to the dtype of the matrices.
@@ -64,7 +65,7 @@ def _symmetric_product_kernel(
 ):  # fmt: skip
     """Compute and store one tile on or below the diagonal, and store its mirror image.
 
-    If SPAN is not 0, the sum is divided into sums over SPAN columns each.
+    If SPAN is not 0, the sum is split into partial sums over SPAN columns each.
     """
     tiles = tl.cdiv(N, BLOCK)
     i = tl.program_id(0) // tiles

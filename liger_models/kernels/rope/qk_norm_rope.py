@@ -6,18 +6,18 @@ The forward is computed in fp32, with r = 1 / sqrt(mean(x²) + eps) and n = x ·
     z = cast((weight_offset + w) · n)          with scale_in_fp32=True (Gemma 3, OLMo 2)
     q, k = cast(rotated(z))                    rotated as in `rope`; v is copied
 
-cast rounds to the dtype of the projection. The mean is over one head. One weight [D] is for all query heads, and
-another for all key heads. If the weights are as wide as the projections ([H · D] and [G · D], as in OLMo 2), one mean
-is over all query heads of a token, and another mean is over all key heads of the token.
+cast rounds to the dtype of the projection. The mean is over one head. All query heads share one weight [D], and all key
+heads share another weight [D]. If the weights are as wide as the projections ([H · D] and [G · D], as in OLMo 2), one
+mean is over all query heads of a token, and another mean is over all key heads of the token.
 
 In the backward of q, let dz be dq rotated back, and let s = dz · (weight_offset + w). The backward of k is the same::
 
     dx = r · (s − x · r² · mean(s · x)),   dw = Σ dz · n
 
 The packed projection is saved, and the backward recomputes r from it. Attention saves the outputs of this op in any
-case. The backward cannot use these outputs instead of the packed projection, because they do not determine n where a
-weight is 0. The weight gradients are summed in fp32: each program writes a partial sum, and `sum_partials` adds the
-partial sums.
+case. The backward cannot use these outputs instead of the packed projection, because the outputs do not determine n
+where a weight is 0. The weight gradients are summed in fp32: each program writes a partial sum, and `sum_partials` adds
+the partial sums.
 
 Source: https://arxiv.org/abs/2010.04245, as in Qwen3 (https://arxiv.org/abs/2505.09388), Gemma 3
 (https://arxiv.org/abs/2503.19786) and OLMo 2 (https://arxiv.org/abs/2501.00656).

@@ -116,7 +116,7 @@ def _columns(D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
 def load_heads(
     source, mask, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
 ):  # fmt: skip
-    """Load all pairs of heads as x1 and x2 [ROWS, BLOCK].
+    """Load the elements of ROWS heads as pairs x1 and x2 [ROWS, BLOCK].
 
     ``source`` [ROWS, 1] holds a pointer to each head. Heads whose ``mask`` is False are loaded as 0.
     """
