@@ -76,8 +76,7 @@ def in_chunks(
         since = (since + decay[..., first, :]).exp()
 
         def pairs(rows: Tensor) -> Tensor:
-            """Return the products of each row and all keys, multiplied by the decays between their tokens, [.., C, C].
-            """
+            """Return the products of each row and all keys, times the decays between their tokens, [.., C, C]."""
             if by_channel:
                 return torch.einsum("bhik,bhjk,bhijk->bhij", rows, K, between)
             return rows @ K.mT * between[..., 0]
