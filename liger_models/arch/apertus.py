@@ -64,7 +64,7 @@ class ApertusBlock(nn.Module):
         )
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next block's ``(x, residual)``."""
+        """Run the block on ``residual + x`` [B, T, C]; return ``(x, residual)`` for the next block."""
         x, residual = self.self_attn.add_norm(self.attention_layernorm, x, residual, layout)
         return self.mlp.add_norm(self.feedforward_layernorm, x, residual)
 
@@ -87,8 +87,8 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """If the rotation is not scaled, write this explicitly, because transformers scales it if there are no rope
-    parameters."""
+    """If the rotation is not scaled, write rope parameters that say so, because transformers scales the rotation if
+    config.json has no rope parameters."""
     return dict(keys) | {"rope_scaling": keys["rope_scaling"] or {"rope_type": "default"}}
 
 

@@ -5,7 +5,7 @@ lists the layers with attention. By default, attention rotates half of each head
 parameters sets another fraction; at the top level of config.json, this key has no effect. The loss has no z-loss: a
 ``z_loss_coefficient`` other than 0 is reported as an unknown key. For a z-loss, set ``z_loss`` of the loss function.
 
-Unlike in transformers, padding does not change the result: at padding, the biases of the projection and of the
+Unlike in transformers, padding does not change the result: for padding tokens, the biases of the projection and of the
 convolution do not enter the state. Without ``position_ids``, new tokens continue the positions of the cached tokens.
 Step sizes are also limited in cached decoding; transformers 5.23 limits them only for whole prompts.
 
@@ -53,7 +53,7 @@ class BambaConfig(MambaHybridConfig):
     pad_token_id: int | None = 0
 
     def has_attention(self, layer: int) -> bool:
-        """Whether a layer has attention instead of a mixer."""
+        """Whether a layer has attention instead of a state-space mixer."""
         return layer in (self.attn_layer_indices or ())
 
 
@@ -73,7 +73,7 @@ class BambaBlock(nn.Module):
         self.feed_forward = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next block's ``(x, residual)``."""
+        """Run the block on ``residual + x`` [B, T, C]; return ``(x, residual)`` for the next block."""
         mixer = self.self_attn if self.has_attention else self.mamba
         x, residual = mixer.add_norm(self.input_layernorm, x, residual, layout)
         return self.feed_forward.add_norm(self.pre_ff_layernorm, x, residual)

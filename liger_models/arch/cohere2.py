@@ -77,7 +77,7 @@ class Cohere2Block(nn.Module):
         self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next block's ``(x, residual)``."""
+        """Run the block on ``residual + x`` [B, T, C]; return ``(x, residual)`` for the next block."""
         # Both branches read the same normalized residual stream, and their outputs are summed.
         attended, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         y, residual = self.mlp.add_norm(self.input_layernorm, None, residual)

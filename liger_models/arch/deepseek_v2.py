@@ -95,7 +95,7 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weight_map(config: DeepseekV2Config, *, fused: bool = False) -> WeightMap:
-    """Maps the parameters of DeepSeek V2 to the tensors of a checkpoint; ``fused`` is as in `shared_moe_map`."""
+    """Maps the parameters of DeepSeek V2 to the tensors of a checkpoint; for ``fused``, see `shared_moe_map`."""
     return shared_moe_map(config, fused=fused, correction=False)
 
 

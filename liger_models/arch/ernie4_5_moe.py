@@ -1,13 +1,13 @@
 """ERNIE 4.5 21B-A3B and 300B-A47B: model_type ``ernie4_5_moe``.
 
-Differs from ``ernie4_5``: the MLP of layer i is a mixture of experts if i + 1 is a multiple of ``moe_layer_interval``
-and i lies between ``moe_layer_start_index`` and ``moe_layer_end_index`` (−1 stands for the last layer). The router's
-logits and weight are in fp32, whatever the dtype of the model. To choose experts, a correction bias is added to the
-softmax of the logits. The bias does not enter the routing weights, stays in fp32, and is not trained by gradients. The
-routing weights are divided by their sum. The ``moe_num_shared_experts`` shared experts process all tokens; together
-they are one MLP, whose output is not gated. If ``use_bias`` is set, all linear layers except routers and routed experts
-have biases, including the head. If ``output_router_logits`` is set, the load-balancing loss is added to the loss.
-Weights for multi-token prediction are kept and saved with the model.
+Differs from ``ernie4_5``: from layer ``moe_layer_start_index`` to layer ``moe_layer_end_index`` (−1 stands for the last
+layer), the MLP of layer i is a mixture of experts if i + 1 is a multiple of ``moe_layer_interval``. The router's logits
+and weight are in fp32, whatever the dtype of the model. To choose experts, a correction bias is added to the softmax of
+the logits. The bias does not enter the routing weights, stays in fp32, and is not trained by gradients. The routing
+weights are divided by their sum. The ``moe_num_shared_experts`` shared experts process all tokens; together they are
+one MLP, whose output is not gated. If ``use_bias`` is set, all linear layers except routers and routed experts have
+biases, including the head. If ``output_router_logits`` is set, the load-balancing loss is added to the loss. Weights
+for multi-token prediction are kept and saved with the model.
 
 Source: https://yiyan.baidu.com/blog/publication/ERNIE_Technical_Report.pdf, transformers ``models/ernie4_5_moe``.
 """
@@ -138,7 +138,8 @@ def weight_map(config: Ernie4_5MoeConfig) -> WeightMap:
 
 
 def other_maps(config: Ernie4_5MoeConfig) -> list[WeightMap]:
-    """The weight maps of transformers 5, in which the bias belongs to the router, or the experts are fused, or both."""
+    """The weight maps for the layouts of transformers 5. Compared with the released layout, the bias belongs to the
+    router, or one tensor holds each projection of all experts, or both."""
     return [
         _map(config, "gate.moe_statics", fused=True),
         _map(config, "gate.moe_statics", fused=False),

@@ -5,7 +5,7 @@ normalized stream. Constant multipliers scale the embeddings, the inputs and out
 parts of the mixer's projection, the MLP's gate and output, and the logits. As in transformers, ``inputs_embeds`` that
 the caller passes are not scaled. Without ``mamba_rms_norm``, the mixer has a gate but no norm.
 
-Unlike in transformers, padding does not change the result: at padding, the biases of the projection and of the
+Unlike in transformers, padding does not change the result: for padding tokens, the biases of the projection and of the
 convolution do not enter the state. Step sizes are also limited in cached decoding; transformers 5.23 limits them only
 for whole prompts.
 
@@ -124,7 +124,7 @@ class FalconH1Block(nn.Module):
         self.feed_forward = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next block's ``(x, residual)``."""
+        """Run the block on ``residual + x`` [B, T, C]; return ``(x, residual)`` for the next block."""
         attended, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         mixed, residual = self.mamba.add_norm(self.input_layernorm, None, residual, layout)
         mixed = mixed if self.mixer_scale == 1.0 else mixed * self.mixer_scale

@@ -92,7 +92,7 @@ IGNORED_KEYS = (
 
 
 def weight_map(config: Glm4MoeLiteConfig, *, fused: bool = False) -> WeightMap:
-    """Maps the parameters of GLM-4.7-Flash to the tensors of a checkpoint; ``fused`` is as in `shared_moe_map`."""
+    """Maps the parameters of GLM-4.7-Flash to the tensors of a checkpoint; for ``fused``, see `shared_moe_map`."""
     return shared_moe_map(config, fused=fused, kept=[f"model.layers.{config.num_hidden_layers}."])
 
 

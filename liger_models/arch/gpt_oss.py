@@ -1,12 +1,12 @@
 """GPT-OSS (gpt-oss-20b, gpt-oss-120b): model_type ``gpt_oss``.
 
-Differs from Mixtral: attention has a sink, which is one learned score per head that belongs to no token. Every second
-layer, starting with the first, has a window. The attention projections, the router and the experts have biases. The
-experts' activation is a clamped SwiGLU. Routing weights are the softmax over the logits of the chosen experts. Norms
-multiply by their weight in fp32.
+Differs from Mixtral: attention has a sink. This is one learned score per head, which takes part in the softmax but
+belongs to no token. Every second layer, starting with the first, has a window. The attention projections, the router
+and the experts have biases. The experts' activation is a clamped SwiGLU. Routing weights are the softmax over the
+logits of the chosen experts. Norms multiply by their weight in fp32.
 
-The released experts are stored in MXFP4, with four bits per weight. They are either converted to bf16 and trained, or
-kept in MXFP4 and frozen.
+The released experts are stored in MXFP4, with four bits per weight. These experts are either converted to bf16 and
+trained, or kept in MXFP4 and frozen.
 
 Source: https://arxiv.org/abs/2508.10925, transformers ``models/gpt_oss``.
 """
@@ -83,7 +83,8 @@ class GptOssAttention(LigerAttention):
 
     @property
     def attention(self) -> AttentionSpec:
-        """See `LigerAttention.attention`. On accelerators, sinks require a mask, except in half precision."""
+        """See `LigerAttention.attention`. On accelerators, attention with sinks needs a mask, unless the dtype is a
+        half-precision one."""
         return super().attention._replace(needs_flash=True)
 
     def draw(self, std: float) -> bool:
@@ -163,7 +164,8 @@ def weight_map(config: GptOssConfig) -> WeightMap:
 
 
 def mxfp4_map(config: GptOssConfig) -> WeightMap:
-    """Like `weight_map`, but for experts in the released MXFP4 format, whose matrices are not transposed."""
+    """Return the weight map for the released MXFP4 format of the experts. Unlike in `weight_map`, their matrices are
+    not transposed."""
     experts = "model.layers.{i}.mlp.experts"
     return _map(
         config,

@@ -1,9 +1,9 @@
 """Granite 3.0 to 3.3 (dense models): model_type ``granite``.
 
-Differs from Llama by four factors. A factor whose key is missing is 1. Embeddings are multiplied by
-``embedding_multiplier``. The outputs of attention and MLP are multiplied by ``residual_multiplier`` before they are
-added to the residual stream. Attention scores q·k are multiplied by ``attention_multiplier`` instead of D^-0.5. Logits
-are divided by ``logits_scaling``.
+Differs from Llama: config.json has keys for four additional factors. If a key is missing, its factor is 1. Embeddings
+are multiplied by ``embedding_multiplier``. The outputs of attention and MLP are multiplied by ``residual_multiplier``
+before they are added to the residual stream. Attention scores q·k are multiplied by ``attention_multiplier`` instead of
+D^-0.5. Logits are divided by ``logits_scaling``.
 
 Source: https://arxiv.org/abs/2408.13359, transformers ``models/granite``.
 """
@@ -46,7 +46,7 @@ class GraniteBlock(PreNormBlock):
         return {"scale": config.attention_multiplier}
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next block's ``(x, residual)``."""
+        """Run the block on ``residual + x`` [B, T, C]; return ``(x, residual)`` for the next block."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         x, residual = self.mlp.add_norm(self.post_attention_layernorm, x * self.residual_multiplier, residual)
         return x * self.residual_multiplier, residual

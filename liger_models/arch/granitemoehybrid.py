@@ -4,7 +4,7 @@ Differs from Granite 3: most layers of the models with "h" in their names have a
 instead of attention. The MLP is a mixture of experts plus a shared MLP for all tokens, or the shared MLP alone. Queries
 and keys are rotated only if ``position_embedding_type`` is "rope". The four factors are the same as in ``granite``.
 
-Unlike in transformers, padding does not change the result: at padding, the biases of the projection and of the
+Unlike in transformers, padding does not change the result: for padding tokens, the biases of the projection and of the
 convolution do not enter the state. Step sizes are also limited in cached decoding; transformers 5.23 limits them only
 for whole prompts.
 
@@ -61,14 +61,15 @@ class GraniteMoeHybridConfig(MambaHybridConfig):
     layer_types: list[str] | None = None
 
     def has_attention(self, layer: int) -> bool:
-        """Whether a layer has attention instead of a mixer."""
+        """Whether a layer has attention instead of a state-space mixer."""
         return self.layer_types is not None and self.layer_types[layer] == ATTENTION
 
 
 class GraniteMoeHybridBlock(nn.Module):
     """``h += m · mixer(norm(h)); h += m · (experts(norm(h)) + mlp(norm(h)))`` with ``m = residual_multiplier``.
 
-    The mixer is a state-space mixer or attention. Models without experts have only the MLP.
+    The mixer is a state-space mixer or attention. In models without experts, ``experts`` is missing from the second
+    step.
     """
 
     def __init__(self, config: GraniteMoeHybridConfig, layer: int, kernels: KernelOptions) -> None:
@@ -100,7 +101,8 @@ class GraniteMoeHybridBlock(nn.Module):
         self.shared_mlp = LigerSwiGLUMLP(config, config.shared_intermediate_size, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Map ``residual + x`` [B, T, C] to the next block's ``(x, residual)``, and return any router logits."""
+        """Map ``residual + x`` [B, T, C] to ``(x, residual)`` for the next block, and return router logits if the block
+        has experts."""
         mixer, scale = self.self_attn if self.has_attention else self.mamba, self.residual_multiplier
         x, residual = mixer.add_norm(self.input_layernorm, x, residual, layout)
         if self.block_sparse_moe is None:

@@ -1,12 +1,14 @@
 """Kimi Linear 48B-A3B: model_type ``kimi_linear``.
 
 Differs from DeepSeek V3: most layers have linear attention with the Kimi delta rule (`LigerKimiDeltaAttention`), the
-others have latent attention, and nothing is rotated. The ``qk_rope_head_dim`` columns that DeepSeek rotates remain:
-they are the part of the keys that all heads share. ``linear_attn_config`` has the sizes of linear attention and lists
-the layers of both kinds, counted from 1. Files that transformers 5 writes have ``layer_types`` instead of these lists.
-Experts are chosen and weighted as in DeepSeek V3. The parameters of the decays and the bias of the router stay in fp32.
+others have latent attention, and nothing is rotated. The ``qk_rope_head_dim`` columns that DeepSeek rotates still
+exist, as the part of the keys that all heads share. ``linear_attn_config`` has the sizes of linear attention, and lists
+the layers with linear attention and the layers with latent attention. These lists count layers from 1. Files that
+transformers 5 writes have ``layer_types`` instead of these lists. Experts are chosen and weighted as in DeepSeek V3.
+The parameters of the decays and the bias of the router stay in fp32.
 
-Unlike in transformers, padding after a prompt neither enters the state nor lets the state decay.
+Unlike in transformers, padding after a prompt does not change the state of linear attention: nothing is added to the
+state, and it does not decay.
 
 Some other models use the same model_type, with rotated latent attention, gates with a lower bound, or other router
 functions. Their configurations are refused.
@@ -48,8 +50,8 @@ DENSE, SPARSE = "dense", "sparse"
 class KimiLinearConfig(LatentDecoderConfig):
     """Sizes and constants of a Kimi Linear model.
 
-    Without ``layer_types``, layers 4, 8, 12 and so on (counted from 0) have latent attention. Without
-    ``mlp_layer_types``, all layers but the first have experts.
+    Without ``layer_types``, the layers with index 4, 8, 12 and so on (the first layer has index 0) have latent
+    attention. Without ``mlp_layer_types``, all layers but the first have experts.
     """
 
     layer_kinds = (LINEAR, FULL)
@@ -94,7 +96,7 @@ class KimiLinearConfig(LatentDecoderConfig):
 
     @property
     def routing(self) -> Routing:
-        """How experts are chosen, and how their weights are computed."""
+        """How experts are chosen, and how the routing weights are computed."""
         return Routing(
             self.num_experts_per_token, self.moe_renormalize, score="sigmoid", groups=self.num_expert_group,
             top_groups=self.topk_group, group_score="top2", scale=self.routed_scaling_factor, epsilon=1e-20,
@@ -216,7 +218,8 @@ def weight_map(
 
 
 def other_maps(config: KimiLinearConfig) -> list[WeightMap]:
-    """The weight maps of the files that transformers 5 writes, and of transformers' modules in memory."""
+    """The weight maps for two kinds of tensor names: those in the files that transformers 5 writes, and those of
+    transformers' modules."""
     return [
         weight_map(config, dense="block_sparse_moe"),
         weight_map(config, moe="mlp", fused=True),

@@ -1,10 +1,10 @@
 """LLaVA 1.5, BakLLaVA and Pixtral 12B: model_type ``llava``.
 
 The language model is Llama or Mistral. The vision tower is CLIP, which takes images of one size, or Pixtral's tower,
-which takes images of any size. The language model reads one of the tower's hidden states, which
-``vision_feature_layer`` selects: 0 is the output of the embedding, i is the output of block i, and negative numbers
-count from the end. CLIP's class token is left out if ``vision_feature_select_strategy`` is "default". A plain MLP
-projects the patches to image tokens, which attend only to earlier tokens, like text tokens. Later blocks of the tower
+which takes images of any size. The language model reads one of the tower's hidden states. ``vision_feature_layer``
+selects it: 0 is the output of the embedding, i is the output of block i, and negative numbers count from the end.
+CLIP's class token is left out if ``vision_feature_select_strategy`` is "default". A plain MLP projects the patches to
+image tokens, which attend only to earlier tokens, like text tokens. The tower's blocks after the selected hidden state
 are loaded and saved, but not run.
 
 Source: https://arxiv.org/abs/2310.03744, https://arxiv.org/abs/2410.07073, transformers ``models/llava``.

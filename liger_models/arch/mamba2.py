@@ -5,7 +5,7 @@ position embedding. The state does not grow with the length of the sequence. Ste
 as in the kernels of the package mamba_ssm. The residual stream is in the dtype of the weights, whatever
 ``residual_in_fp32`` says.
 
-Unlike in transformers, padding does not change the result: at padding, the biases of the projection and of the
+Unlike in transformers, padding does not change the result: for padding tokens, the biases of the projection and of the
 convolution do not enter the state. Step sizes are also limited in cached decoding; transformers 5.23 limits them only
 for whole prompts. With ``rescale_prenorm_residual``, transformers 5.23 divides the output projections of a loaded
 checkpoint by the square root of the number of layers; this package leaves them unchanged.
@@ -98,7 +98,7 @@ class Mamba2Block(nn.Module):
         )
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next block's ``(x, residual)``."""
+        """Run the block on ``residual + x`` [B, T, C]; return ``(x, residual)`` for the next block."""
         return self.mixer.add_norm(self.norm, x, residual, layout)
 
 

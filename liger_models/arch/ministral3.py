@@ -1,9 +1,9 @@
 """Ministral 3 text models (3B, 8B, 14B): model_type ``ministral3``.
 
-Differs from Llama: after the rotation each query is multiplied by ``1 + beta · ln(1 + floor(position / length))``,
+Differs from Llama: after the rotation, each query is multiplied by ``1 + beta · ln(1 + floor(position / length))``,
 where ``beta`` is ``llama_4_scaling_beta`` and ``length`` is ``original_max_position_embeddings`` of the YaRN scaling.
-The factor is 1 up to this length and grows slowly beyond it. If ``sliding_window`` is set, all layers attend only to
-the last ``sliding_window`` tokens. There are no biases.
+This factor is 1 for positions below ``length`` and grows slowly for later positions. If ``sliding_window`` is set, all
+layers attend only to the last ``sliding_window`` tokens. There are no biases.
 
 Source: https://arxiv.org/abs/2601.08584, https://arxiv.org/abs/2501.19399 (scaled queries), transformers
 ``models/ministral3``.
@@ -94,7 +94,8 @@ BETA = "llama_4_scaling_beta"
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the query scaling out of the rope parameters. Without rope parameters, the defaults of the class apply.
+    """Move the key of the query scaling from the rope parameters to the top level. Without rope parameters, the
+    defaults of the class apply.
 
     If there are rope parameters without ``rope_theta``, the base is 10000, the default of transformers. If there are
     rope parameters without a query scaling, queries are not scaled. ``max_position_embeddings`` in the rope parameters
@@ -115,7 +116,8 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the query scaling into the rope parameters, and also write the rope type under the older key ``type``."""
+    """Move the key of the query scaling into the rope parameters, and also write the rope type under its older key,
+    ``type``."""
     out = dict(keys)
     out["rope_scaling"] = {"type": "yarn", **keys["rope_scaling"], BETA: out.pop(BETA)}
     return out

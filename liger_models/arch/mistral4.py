@@ -84,7 +84,7 @@ class Mistral4Config(LatentDecoderConfig):
 
     @property
     def routing(self) -> Routing:
-        """How experts are chosen, and how their weights are computed."""
+        """How experts are chosen, and how the routing weights are computed."""
         return Routing(
             self.num_experts_per_tok, self.norm_topk_prob, round_weights=True, groups=self.n_group,
             top_groups=self.topk_group, group_score="top2", scale=self.routed_scaling_factor,
@@ -146,9 +146,9 @@ OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """If config.json describes a model with images, take only its language model's settings.
 
-    Move the query scaling out of the rope parameters. Without rope parameters, the defaults of the class apply.
-    ``max_position_embeddings`` and ``partial_rotary_factor`` in the rope parameters are dropped, because they follow
-    from other keys.
+    Move the key of the query scaling from the rope parameters to the top level. Without rope parameters, the defaults
+    of the class apply. ``max_position_embeddings`` and ``partial_rotary_factor`` in the rope parameters are dropped,
+    because they follow from other keys.
 
     Raises:
         ValueError: the language model of a file with images has another ``model_type``.
@@ -184,7 +184,7 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weight_map(config: Mistral4Config, **more: Any) -> WeightMap:
-    """Maps the parameters of Mistral Small 4 to the tensors of a checkpoint; ``more`` is as in `shared_moe_map`."""
+    """Maps the parameters of Mistral Small 4 to the tensors of a checkpoint; for ``more``, see `shared_moe_map`."""
     return shared_moe_map(config, correction=False, **{"fused": True, **more})
 
 

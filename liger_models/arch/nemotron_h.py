@@ -6,8 +6,8 @@ the layers: a state-space mixer (`LigerMamba2`) for "M", attention for "*", an M
 ReLU, without a gate. Norms multiply by their weight in fp32.
 
 Differs from transformers 5.23: step sizes are limited by ``time_step_limit`` instead of ``time_step_min``, as in the
-published code. This limit also applies in cached decoding. At padding, the bias of the projection does not enter the
-state.
+published code. This limit also applies in cached decoding. For padding tokens, the bias of the projection does not
+enter the state.
 
 Source: https://arxiv.org/abs/2504.03624, https://arxiv.org/abs/2512.20848, transformers ``models/nemotron_h``.
 """
@@ -52,7 +52,7 @@ WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class NemotronHConfig(BaseConfig):
-    """Sizes and constants of a Nemotron-H model. ``time_step_limit`` is as in `Mamba2Config`."""
+    """Sizes and constants of a Nemotron-H model. For ``time_step_limit``, see `Mamba2Config`."""
 
     activations: ClassVar[tuple[str, ...]] = ("relu2",)
 
@@ -287,7 +287,8 @@ class NemotronHBlock(nn.Module):
         return NemotronHMoE(config, kernels)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Map ``residual + x`` [B, T, C] to the next block's ``(x, residual)``, and return any router logits."""
+        """Map ``residual + x`` [B, T, C] to ``(x, residual)`` for the next block, and return router logits if the block
+        has experts."""
         options = (layout,) if self.kind in (MAMBA, ATTENTION) else layout.experts if self.kind == MOE else ()
         outputs: tuple[Tensor, ...] = self.mixer.add_norm(self.norm, x, residual, *options)
         return outputs

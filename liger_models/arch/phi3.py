@@ -1,10 +1,10 @@
 """Phi-3 mini and medium, Phi-3.5-mini, Phi-4, Phi-4-mini: model_type ``phi3``.
 
 Differs from Llama: if ``sliding_window`` is set (Phi-3-mini-4k), all layers attend only to the last ``sliding_window``
-tokens. The long-context models divide the rotary frequencies by one set of divisors for sequences of up to
-``original_max_position_embeddings`` tokens and by another set for longer ones (LongRoPE). Phi-4-mini rotates only the
-first ``partial_rotary_factor`` · D dimensions of each head. There are no biases. Checkpoints store q, k and v as one
-tensor, and gate and up as one tensor.
+tokens. The long-context models use LongRoPE, which has two sets of divisors for the rotary frequencies: one for
+sequences of up to ``original_max_position_embeddings`` tokens, and one for longer sequences. Phi-4-mini rotates only
+the first ``partial_rotary_factor`` · D dimensions of each head. There are no biases. Checkpoints store q, k and v as
+one tensor, and gate and up as one tensor.
 
 Source: https://arxiv.org/abs/2404.14219, https://arxiv.org/abs/2503.01743, https://arxiv.org/abs/2402.13753 (LongRoPE),
 transformers ``models/phi3``.

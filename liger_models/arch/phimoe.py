@@ -1,17 +1,18 @@
 """Phi-3.5-MoE: model_type ``phimoe``.
 
 Differs from Llama: norms are LayerNorms with bias, and the projections of attention and the head may have biases. The
-MLP of every layer is a mixture of experts, and each token passes through two experts. The router is sparsemixer: it
-chooses the two experts one after the other. The routing weight of each expert is a softmax over only those logits that
-are close to the largest one: the relative difference is at most 2 · ``router_jitter_noise``. The two weights need not
-add up to 1. If ``sliding_window`` is set, all layers attend only to the last ``sliding_window`` tokens. LongRoPE
-divides the rotary frequencies by one set of divisors for texts of up to ``original_max_position_embeddings`` tokens and
-by another set for longer ones, and multiplies cos and sin by ``short_mscale`` or ``long_mscale``.
+MLP of every layer is a mixture of experts, and each token passes through two experts. The router uses the SparseMixer
+method, which chooses the two experts one after the other. The routing weight of each expert comes from a softmax over
+the logits whose relative difference from the largest logit is at most 2 · ``router_jitter_noise``. The routing weights
+of the two experts need not add up to 1. If ``sliding_window`` is set, all layers attend only to the last
+``sliding_window`` tokens. LongRoPE has two sets of divisors for the rotary frequencies: one for texts of up to
+``original_max_position_embeddings`` tokens, and one for longer texts. It also multiplies cos and sin by
+``short_mscale`` or ``long_mscale``, respectively.
 
-Differs from transformers 5.23: long texts are rotated with ``long_factor``, as in the published code; transformers uses
-``short_factor`` at every length. In training, experts are chosen as in evaluation; transformers samples them at random.
-The noise of ``input_jitter_noise`` multiplies the input of the experts once, as in the published code; transformers
-applies it twice.
+Differs from transformers 5.23: as in the published code, the rotation of long texts uses ``long_factor``; transformers
+uses ``short_factor`` for texts of every length. In training, experts are chosen as in evaluation; transformers samples
+them at random. As in the published code, the input of the experts is multiplied once by the noise that
+``input_jitter_noise`` sets; transformers multiplies twice.
 
 Source: https://arxiv.org/abs/2404.14219, https://arxiv.org/abs/2409.12136 (sparsemixer), transformers
 ``models/phimoe``.

@@ -61,7 +61,7 @@ class Qwen2_5VLVisionConfig:
 
     @property
     def window_side(self) -> int:
-        """Side of a window in image tokens."""
+        """Number of rows and columns of image tokens in a window."""
         return self.window_size // self.spatial_merge_size // self.patch_size
 
 

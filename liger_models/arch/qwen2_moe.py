@@ -1,7 +1,7 @@
 """Qwen1.5-MoE-A2.7B and Qwen2-57B-A14B: model_type ``qwen2_moe``.
 
-Differs from Qwen2: the MLP of layer i is a mixture of experts plus a shared expert with a gate if i + 1 is a multiple
-of ``decoder_sparse_step`` and i is not in ``mlp_only_layers``. The routing weights are renormalized only if
+Differs from Qwen2: if i + 1 is a multiple of ``decoder_sparse_step`` and i is not in ``mlp_only_layers``, the MLP of
+layer i is a mixture of experts plus a shared expert with a gate. The routing weights are renormalized only if
 ``norm_topk_prob`` is set, and rounded to the dtype of the router logits. If ``use_sliding_window`` is set, the
 even-numbered layers below ``max_window_layers`` attend only to the last ``sliding_window`` tokens, unless
 ``layer_types`` selects the layers. If ``output_router_logits`` is set, the load-balancing loss is added to the loss.
@@ -95,7 +95,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weight_map(config: Qwen2MoeConfig, *, fused: bool = False) -> WeightMap:
-    """Maps the parameters of Qwen2-MoE to the tensors of a checkpoint; ``fused`` is as in `shared_moe_map`."""
+    """Maps the parameters of Qwen2-MoE to the tensors of a checkpoint; for ``fused``, see `shared_moe_map`."""
     return shared_moe_map(
         config, fused=fused, experts=config.num_experts, shared="shared_expert", gated=True, correction=False,
         qkv_bias=config.qkv_bias,

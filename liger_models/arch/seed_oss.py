@@ -52,7 +52,7 @@ class SeedOssBlock(PreNormBlock):
         return {"o_bias": config.attention_out_bias}
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next block's ``(x, residual)``."""
+        """Run the block on ``residual + x`` [B, T, C]; return ``(x, residual)`` for the next block."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         x, residual = self.mlp.add_norm(self.post_attention_layernorm, self.dropout(x), residual)
         return self.dropout(x), residual

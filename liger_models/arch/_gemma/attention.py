@@ -36,7 +36,7 @@ class GemmaAttention(LigerAttention):
     """`LigerAttention` with norms of q, k and v. The last layers use the keys and values of an earlier layer.
 
     In these last layers, the forward returns ``(y, residual)``, like the forward of `LigerAttention`. In all other
-    layers, it returns ``(y, residual, k, v)``, and the block passes k and v on to later layers.
+    layers, the forward returns ``(y, residual, k, v)``, and the block passes k and v on to later layers.
 
     Args:
         config: sizes and constants.
@@ -63,7 +63,8 @@ class GemmaAttention(LigerAttention):
 
     @property
     def attention(self) -> AttentionSpec:
-        """See `LigerAttention.attention`. A layer that shares another layer's keys and values has no cache slot."""
+        """See `LigerAttention.attention`. A layer that uses the keys and values of another layer has no cache slot of
+        its own."""
         return super().attention._replace(cache_slot=None) if self.shares else super().attention
 
     def shard(self, group: Group) -> dict[str, int]:
@@ -78,7 +79,8 @@ class GemmaAttention(LigerAttention):
     def _add_norm(  # type: ignore[override]
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: Any
     ) -> tuple[Tensor, ...]:
-        """Return ``(y, residual, k, v)``, k and v [B, S, G, D]. Layers that share k and v return ``(y, residual)``."""
+        """Return ``(y, residual, k, v)`` with k and v [B, S, G, D]. Layers that use the k and v of another layer return
+        ``(y, residual)``."""
         qkv, residual = add_norm_linear(norm, self.qkv_proj, x, residual)
         context = self.groups.context
         if context is not None:

@@ -64,13 +64,14 @@ class GemmaDecoder(CappedGemmaModel):
 
     @property
     def held_elements(self) -> int:
-        """Elements per token in the blocks' second inputs, and in the projections from which the inputs are
-        computed."""
+        """Number of elements per token, summed over the blocks' second inputs and the projections from which these
+        inputs are computed."""
         count: int = 2 * self.config.num_hidden_layers * self.config.hidden_size_per_layer_input
         return count
 
     def carry(self, index: int, more: list[Tensor], layout: Any) -> tuple[list[Tensor], Any]:
-        """Return a block's router logits, and a layout with the block's k and v for later blocks of the same type."""
+        """Return the router logits of a block, and a layout that passes the block's k and v to later blocks of the same
+        type."""
         attention: Any = self.layers[index].self_attn
         if attention.shares:
             return more, layout
@@ -81,7 +82,8 @@ class GemmaDecoder(CappedGemmaModel):
         return routed, layout
 
     def stand_ins(self, layout: Any, like: Tensor) -> Any:
-        """See `Decoder.stand_ins`. Placeholders replace all second inputs and each layer type's keys and values."""
+        """See `Decoder.stand_ins`. Empty tensors stand in for all second inputs, and for the keys and values of each
+        layer type."""
         config, shape = self.config, like.shape[:2]
         # Shapes differ between layer types. As in `carry`, each type has the keys and values of its last layer.
         width, shared = config.hidden_size_per_layer_input, {}

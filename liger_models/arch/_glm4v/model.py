@@ -12,8 +12,8 @@ from liger_models.layers.batch import number_documents
 class Glm4vModel(MRopeModel):
     """A model in which images and video frames have the same placeholder.
 
-    transformers rejects a batch with both images and videos, because it does not distinguish their placeholders. In
-    this package, a batch may have both.
+    transformers rejects a batch with both images and videos, because it can't tell their placeholders apart. In this
+    package, a batch may contain both images and videos.
     """
 
     tower_class = Glm4vTower
@@ -23,8 +23,9 @@ class Glm4vModel(MRopeModel):
     def media_places(self, input_ids: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `GridImageModel.media_places`.
 
-        A placeholder belongs to a video if a video-start token precedes it in its document, and no video-end token lies
-        in between. ``video_token_id``, which the processor replaces, counts as a video placeholder.
+        A placeholder belongs to a video if a video-start token precedes it in the same document and no video-end token
+        lies between the two. The processor replaces tokens with ``video_token_id``; if one is left, it counts as a
+        video placeholder.
         """
         config, device, (B, T) = self.config, input_ids.device, input_ids.shape
         # For each token, the index of the last video start and of the last video end before it, or −1, [B, T] each.

@@ -1,8 +1,8 @@
 """The processor of GLM-4.1V and GLM-4.5V, which turns text, images and videos into model inputs.
 
-Differs from the processor of Qwen3-VL: an image is repeated to fill a patch, and the bounds on the image's area count
-every repetition. Video frames have the same placeholder as images, and each pair of frames is followed by the time of
-its first frame in whole seconds. Video files are sampled by time, at a fixed rate.
+Differs from the processor of Qwen3-VL: an image is repeated until it fills the frames of a patch, and each repetition
+counts toward the bounds on the image's area. Video frames have the same placeholder as images, and each pair of frames
+is followed by the time of its first frame in whole seconds. Video files are sampled by time, at a fixed rate.
 
 Source: transformers ``image_processing_pil_glm4v.py``, ``video_processing_glm4v.py``, ``processing_glm4v.py``.
 """
@@ -47,7 +47,7 @@ class Glm4vVideos(QwenVLImages):
 
 
 class Glm4vProcessor(QwenVLProcessor):
-    """Turns images, videos and texts with placeholders into the inputs of ``forward`` and ``generate``."""
+    """Turns images, videos, and texts with placeholders for them into the inputs of ``forward`` and ``generate``."""
 
     @classmethod
     def makers(
@@ -59,7 +59,8 @@ class Glm4vProcessor(QwenVLProcessor):
 
     @property
     def placeholders(self) -> dict[str, str]:
-        """See `Processor.placeholders`. The tokens around a video's placeholder are kept."""
+        """See `Processor.placeholders`. The expression for a video matches only the placeholder, so the tokens around
+        it are not replaced."""
         return {"image": re.escape(self.image_token), "video": re.escape(self.video_token)}
 
     @property
@@ -68,7 +69,7 @@ class Glm4vProcessor(QwenVLProcessor):
         return (self.image_token,)
 
     def _timed(self, frame: str, numbers: Sequence[int], rate: float) -> str:
-        """Return the text of a video: for each group of frames that share patches, ``frame`` and the time in whole
-        seconds."""
+        """Return the text that stands for a video. For each group of frames that share patches, it contains ``frame``,
+        followed by the group's time in whole seconds."""
         seconds = [int(number / rate) for number in numbers[:: self.videos.frames]]
         return "".join(f"<|begin_of_image|>{frame}<|end_of_image|>{second}" for second in seconds)

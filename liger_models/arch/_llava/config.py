@@ -113,7 +113,8 @@ class LlavaTextConfig(MistralTextConfig):
 
     @property
     def vision_layers(self) -> int:
-        """Number of tower blocks up to and including the block whose output the language model reads."""
+        """Number of tower blocks that run: all blocks up to and including the one whose output the language model
+        reads."""
         layer = self.vision_feature_layer
         return layer if layer >= 0 else self.vision_config.num_hidden_layers + 1 + layer
 
@@ -181,7 +182,8 @@ def to_json(keys: Mapping[str, Any], top: tuple[str, ...] = TOP, *, text_ties: b
 
 
 def tower_levels(config: LlavaTextConfig) -> tuple[str, ...]:
-    """The possible parts of tensor names after the tower's prefix. For CLIP, transformers 5 writes the second one."""
+    """The possible parts of tensor names between the tower's prefix and the rest. For CLIP, transformers 5 writes the
+    second of the two parts, the empty string."""
     return (".vision_model", "") if config.vision_config.model_type == CLIP else ("",)
 
 

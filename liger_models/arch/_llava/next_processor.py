@@ -79,7 +79,7 @@ class LlavaNextImages(ImageConverter):
 
 
 class LlavaNextProcessor(LlavaProcessor):
-    """Turns images and texts with placeholders into the inputs of ``forward`` and ``generate``.
+    """Turns images, and texts with image placeholders, into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.

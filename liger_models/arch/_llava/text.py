@@ -20,7 +20,7 @@ class MistralTextConfig(RMSNormDecoderConfig):
 class LlavaBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it.
 
-    Like a Llama configuration, the configuration may have ``attention_bias`` and ``mlp_bias``.
+    The configuration may have ``attention_bias`` and ``mlp_bias``, as a Llama configuration may.
     """
 
     def attention_options(self, config: MistralTextConfig, layer: int) -> dict[str, Any]:

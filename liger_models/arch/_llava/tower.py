@@ -63,7 +63,7 @@ class LlavaPixtralTower(PixtralTower):
     def forward(self, pixels: Tensor, sizes: Tensor) -> Tensor:
         """Turn pixels [n, channels, height, width] of images with ``sizes`` [n, 2] into image tokens [N, C].
 
-        In a compiled graph, the result ends with rows for padding.
+        In a compiled graph, the result also has rows for padding, which come last.
         """
         x, residual = self.run_blocks(pixels, sizes)
         tokens: Tensor = self.projection((residual if x is None else residual + x)[0])

@@ -82,8 +82,9 @@ FPS = 2.0
 class QwenVLImages:
     """Turns images or videos into patches.
 
-    Images are resized by Pillow and video frames by torch, as in transformers, whose video processors only support
-    torch. On noisy pictures, the pixel values of the two methods differ by a few levels (on the scale 0-255).
+    As in transformers, images are resized by Pillow, and video frames are resized by torch, which is the only library
+    that the video processors of transformers support. For noisy pictures, the pixel values from Pillow and from torch
+    differ by a few of 256 levels.
 
     Args:
         settings: the content of preprocessor_config.json or video_preprocessor_config.json.
@@ -137,8 +138,8 @@ class QwenVLImages:
     ) -> tuple[Tensor, Tensor]:
         """Cut an image, or the frames of a video, into patches.
 
-        A patch spans several frames. An image is repeated to fill these frames. If the number of frames of a video is
-        not a multiple of the frames per patch, the last frame is repeated.
+        A patch spans several frames, so an image is repeated to fill the frames of a patch. If the number of frames of
+        a video is not a multiple of the frames per patch, the last frame is repeated.
 
         Args:
             frames: the frames of a video (all of one size) or a single image, given as PIL images or anything that
@@ -238,12 +239,13 @@ class QwenVLImages:
             )
 
     def bounds(self) -> dict[str, Any]:
-        """Return the bounds of the area as settings, under all names that versions of transformers read."""
+        """Return the bounds of the area in the form of settings, under every name by which some version of transformers
+        reads them."""
         bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         return bounds | {"size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}}
 
     def _most_pixels(self, count: int) -> int:
-        """Return the largest area of an image or of ``count`` frames.
+        """Return the largest area that an image or ``count`` video frames may have.
 
         If ``cap_pixels_per_frame`` is set, the frames of a video share a budget of tokens.
         """
@@ -266,7 +268,7 @@ class QwenVLImages:
 
 
 class QwenVLProcessor(Processor):
-    """Turns images, videos and texts with placeholders into the inputs of ``forward`` and ``generate``.
+    """Turns images, videos, and texts with placeholders for them into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.
@@ -334,7 +336,7 @@ class QwenVLProcessor(Processor):
     def makers(
         cls, images: Mapping[str, Any], videos: Mapping[str, Any], frames_apart: bool
     ) -> tuple[QwenVLImages, QwenVLImages]:
-        """Create the converter of images and the converter of videos from their settings."""
+        """Create two converters from their settings, one for images and one for videos."""
         # Videos have other default bounds, which depend on whether their frames are written separately.
         least, most = (131072, 786432) if frames_apart else (100352, 602112)
         of = "video" if frames_apart else "frame"
@@ -354,7 +356,7 @@ class QwenVLProcessor(Processor):
         max_pixels: int | Sequence[int | None] | None = None,
         **options: "Unpack[TextOptions]",
     ) -> ModelInputs:
-        """Turn a batch of texts and their images and videos, in the order of their placeholders, into model inputs.
+        """Turn a batch of texts, and their images and videos in the order of the placeholders, into model inputs.
 
         Args:
             texts: one text or several, with one placeholder per image or video, as written by the chat template.
@@ -431,14 +433,15 @@ class QwenVLProcessor(Processor):
 
     @property
     def placeholders(self) -> dict[str, str]:
-        """See `Processor.placeholders`. With timestamps, the tokens around a video belong to its placeholder."""
+        """See `Processor.placeholders`. If frames have timestamps, the tokens around a video's placeholder are replaced
+        together with the placeholder."""
         image, video = re.escape(self.image_token), re.escape(self.video_token)
         wrapped = re.escape(f"<|vision_start|>{self.video_token}<|vision_end|>")
         return {"image": image, "video": f"{wrapped}|{video}" if self.frames_apart else video}
 
     @property
     def media_tokens(self) -> tuple[str, ...]:
-        """See `Processor.media_tokens`. The last token represents parts of a video."""
+        """See `Processor.media_tokens`. The second token stands for one image token of a video."""
         return self.image_token, self.video_token
 
     def written(self, size: MediaSize) -> tuple[str, int]:
@@ -465,7 +468,8 @@ class QwenVLProcessor(Processor):
     ) -> dict[str, Tensor]:
         """See `Processor.pixels`; the results have the same names as in ``__call__``.
 
-        If images have their own bounds, ``bounds`` holds the list of ``min_pixels`` and the list of ``max_pixels``.
+        If images have their own bounds, ``bounds`` consists of two lists, the images' ``min_pixels`` and their
+        ``max_pixels``.
         """
         out: dict[str, Tensor] = {}
         of_image: Callable[..., Any] = lambda image, *image_bounds: self.images([image], *image_bounds)
@@ -481,7 +485,8 @@ class QwenVLProcessor(Processor):
         return out
 
     def _timed(self, frame: str, numbers: Sequence[int], rate: float) -> str:
-        """Return the text of a video: for each group of frames that share patches, a timestamp and ``frame``.
+        """Return the text that stands for a video. For each group of frames that share patches, it contains a
+        timestamp, followed by ``frame``.
 
         The timestamp is the mean of the times of the group's first and last frame.
         """
@@ -491,7 +496,8 @@ class QwenVLProcessor(Processor):
         return "".join(f"<{time:.1f} seconds><|vision_start|>{frame}<|vision_end|>" for time in times)
 
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
-        """Return the arguments of ``__call__``, except the texts, for the parts that `image_parts` found."""
+        """Return the arguments of ``__call__`` besides the texts: the images, videos and settings that `image_parts`
+        found."""
         videos = [(video, part.get("fps")) for kind, video, part in parts if kind == "video"]
         images = [(image, part) for kind, image, part in parts if kind == "image"]
         return {

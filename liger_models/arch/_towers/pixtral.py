@@ -1,4 +1,4 @@
-"""The vision tower of Pixtral and Mistral Small 3, for images of any size. It rotates q and k by row and column.
+"""The vision tower of Pixtral and Mistral Small 3, for images of any size. The tower rotates q and k by row and column.
 
 Blocks are pre-norm with RMSNorm and a gated MLP, without biases. A norm follows the patch embedding, but no norm
 follows the last block. The patches of an image attend to each other, but not to patches of other images.
@@ -58,9 +58,9 @@ class PixtralVisionConfig:
 
 
 class PixtralRotaryEmbedding(RotaryEmbedding):
-    """Computes cos and sin for the row and the column of a patch.
+    """Computes the cosines and sines that rotate q and k by the row and the column of a patch.
 
-    The even frequencies of the head belong to the row, and the odd frequencies to the column.
+    Frequencies with an even index rotate by the row, and frequencies with an odd index rotate by the column.
     """
 
     def forward(self, position_ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -72,7 +72,7 @@ class PixtralRotaryEmbedding(RotaryEmbedding):
 
 
 def locate_patches(sizes: Tensor, rows: int, columns: int, merge: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Locate the patches of images that are padded to one size. The patches are ordered by block.
+    """Locate the patches of images that are padded to one size. The patches that become one image token are adjacent.
 
     Args:
         sizes: [n, 2] int64, the number of rows and columns of patches of each image.

@@ -88,7 +88,7 @@ class PixtralImages(ImageConverter):
 
 
 class PixtralProcessor(ImageProcessor):
-    """Turns images and texts with placeholders into the inputs of ``forward`` and ``generate``.
+    """Turns images, and texts with image placeholders, into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.

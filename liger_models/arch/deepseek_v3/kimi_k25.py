@@ -91,7 +91,8 @@ def weight_map(config: KimiK25Config) -> WeightMap:
 
 
 def other_maps(config: KimiK25Config) -> list[WeightMap]:
-    """The weight maps of the files that transformers 5 writes, and of transformers' modules in memory."""
+    """The weight maps for two kinds of tensor names: those in the files that transformers 5 writes, and those of
+    transformers' modules."""
     options: dict[str, Any] = {"kept": OF_IMAGES}
     head = "language_model.lm_head.weight"
     return [

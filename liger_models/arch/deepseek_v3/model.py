@@ -86,7 +86,7 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weight_map(config: DeepseekV3Config, *, fused: bool = False) -> WeightMap:
-    """Maps the parameters of DeepSeek V3 to the tensors of a checkpoint; ``fused`` is as in `shared_moe_map`."""
+    """Maps the parameters of DeepSeek V3 to the tensors of a checkpoint; for ``fused``, see `shared_moe_map`."""
     layers = config.num_hidden_layers
     later = [f"model.layers.{layers + i}." for i in range(config.num_nextn_predict_layers)]
     return shared_moe_map(config, fused=fused, kept=later)

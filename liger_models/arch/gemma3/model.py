@@ -84,8 +84,8 @@ def weight_map(config: Gemma3Config) -> WeightMap:
 def other_maps(config: Gemma3Config) -> list[WeightMap]:
     """Return the other layouts of tensor names that can be read.
 
-    The result has three layouts: of checkpoints that transformers 5 writes for newly created models, of transformers
-    5's modules, and of checkpoints from transformers 4.52 to 4.57.
+    There are three such layouts: the checkpoints that transformers 5 writes for newly created models, the modules of
+    transformers 5, and the checkpoints that transformers 4.52 to 4.57 write.
     """
     return [
         _map(config, "language_model.model", "vision_tower", "", "language_model.lm_head.weight"),

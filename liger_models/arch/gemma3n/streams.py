@@ -1,8 +1,8 @@
 """AltUp and LAuReL: the residual streams of Gemma 3n, and the low-rank branch of its blocks.
 
-A block runs on one stream. Before the block, each stream is predicted as a mixture of all streams. After the block,
-each stream is corrected by the difference between the block's output and the prediction of the stream that the block
-ran on.
+A block runs on one stream. Before the block, all streams are predicted, each as a mixture of all streams; the block
+runs on one of the predictions. After the block, each prediction is corrected by the difference between the block's
+output and the block's input.
 
 Source: https://arxiv.org/abs/2301.13310 (AltUp), https://arxiv.org/abs/2411.07501 (LAuReL).
 """
@@ -24,12 +24,14 @@ LEAST = 1e-5
 
 
 def magnitude(x: Tensor, least: float) -> Tensor:
-    """Return the RMS of x [..., C] over C, [..., 1]. Mean squares below ``least`` count as ``least``."""
+    """Return the root mean square [..., 1] of x [..., C] over C. A mean square below ``least`` is replaced by
+    ``least``."""
     return x.square().mean(-1, keepdim=True).clamp_min(least).sqrt()
 
 
 class Streams(Layer):
-    """Makes all streams from the embeddings, and one output from all streams. All streams get the same magnitude.
+    """Makes the streams from the embeddings, and merges the streams into one output after the last block. All streams
+    are scaled to the same magnitude.
 
     Args:
         config: sizes and constants.
@@ -49,7 +51,7 @@ class Streams(Layer):
         return {}
 
     def split(self, embeds: Tensor) -> Tensor:
-        """Return all streams but the first, [n − 1, B, T, C]. The first stream is the embeddings [B, T, C]."""
+        """Return all streams except the first, [n − 1, B, T, C]. The embeddings [B, T, C] are the first stream."""
         # The gradient of the root of 0 is infinite, so the magnitude of padding, whose embedding is 0, is raised to a
         # number above 0.
         target = magnitude(embeds, torch.finfo(torch.float32).tiny)
@@ -57,7 +59,8 @@ class Streams(Layer):
         return torch.stack([part * target / magnitude(part, LEAST) for part in parts])
 
     def merge(self, first: Tensor, others: Tensor) -> Tensor:
-        """Return the mean [B, T, C] of ``first`` [B, T, C] and the projections of ``others`` [n − 1, B, T, C]."""
+        """Return the mean [B, T, C] of n tensors: ``first`` [B, T, C], and the projections of ``others``
+        [n − 1, B, T, C]."""
         target = magnitude(first, torch.finfo(torch.float32).tiny)
         parts = [unembed(stream) for unembed, stream in zip(self.unembeds, others.unbind(), strict=True)]
         return torch.stack([first, *(part * target / magnitude(part, LEAST) for part in parts)]).mean(0)
@@ -87,7 +90,7 @@ class AltUp(Layer):
         self.group: Group | None = None
 
     def draw(self, std: float) -> bool:
-        """Set the factor to 0."""
+        """Set the output factor to 0."""
         nn.init.zeros_(self.scale)
         return True
 
@@ -99,22 +102,23 @@ class AltUp(Layer):
         return {}
 
     def sum_gradients(self, group: Group) -> bool:
-        """All-reduce the gradient of the factor."""
+        """All-reduce the gradient of the output factor."""
         self.group = group
         return True
 
     def predict(self, streams: Tensor) -> Tensor:
-        """Predict the streams [n, B, T, C] after the block. The first result is the block's input."""
+        """Predict the streams after the block, [n, B, T, C]. The first of the predicted streams is the block's
+        input."""
         weights = self._coefficients(self.prediction, streams[0]).unflatten(-1, (self.streams, self.streams))
         return torch.einsum("btij,jbtc->ibtc", weights, streams) + streams
 
     def correct(self, predicted: Tensor, output: Tensor) -> Tensor:
-        """Correct the predictions [n, B, T, C] of all streams by the block's output [B, T, C]."""
+        """Use the block's output [B, T, C] to correct the predictions [n, B, T, C] of all streams."""
         weights = self._coefficients(self.correction, output) + 1.0  # [B, T, n]
         return predicted + (output - predicted[0]) * weights.movedim(-1, 0)[..., None]
 
     def scaled(self, x: Tensor) -> Tensor:
-        """Multiply x [B, T, C] by the factor, if the model has one."""
+        """Multiply x [B, T, C] by the output factor, if the model has this factor."""
         return x * replicated(self.scale, self.group).to(x.dtype) if self.scales else x
 
     def _coefficients(self, linear: Any, x: Tensor) -> Tensor:

@@ -1,16 +1,17 @@
 """Gemma 3n language models (E2B, E4B): model_type ``gemma3n_text``.
 
-Differs from Gemma 3: there are several residual streams (AltUp), and a block runs on the first of them. A low-rank
-branch (LAuReL) is added to the output of the attention, and the sum is divided by sqrt(2). In the MLPs of the first
-layers, all gates become 0 except those far above the mean of their token's gates: before its activation, a gate ``g``
-becomes ``max(0, g − m − s · Φ⁻¹(p))``, where ``m`` is the mean, ``s`` the standard deviation, ``p`` the sparsity and
-``Φ`` the normal distribution function. A second token embedding gives each block a second input, which is added to the
-other streams. Norms multiply by their weight, and values are normalized without a weight. Attention scores are not
-scaled. Every fifth layer has no window. The last ``num_kv_shared_layers`` layers compute no keys and values; each of
-them uses the keys and values of the last earlier layer of its type that computes keys and values.
+Differs from Gemma 3: there are several residual streams (AltUp), and each block runs only on the first stream. A
+low-rank branch (LAuReL) is added to the output of the attention, and the sum is divided by sqrt(2). In the MLPs of the
+first layers, a gate becomes 0 unless it is far above the mean of its token's gates. Before the activation, a gate ``g``
+is replaced by ``max(0, g − m − s · Φ⁻¹(p))``, where ``m`` and ``s`` are the mean and the standard deviation of the
+token's gates, ``p`` is the sparsity, and ``Φ`` is the normal distribution function. A second token embedding gives each
+block a second input, which is added to the other streams. Norms multiply by their weight, and values are normalized
+without a weight. Attention scores are not scaled. Every fifth layer has no window. The last ``num_kv_shared_layers``
+layers compute no keys and values. Each of these layers uses the keys and values of an earlier layer: the last layer of
+the same type that computes its own.
 
-``inputs_embeds`` must be rows of the embedding, because the second embedding needs their ids. If a caller passes
-``inputs_embeds``, transformers leaves the second embedding out.
+``inputs_embeds`` must be rows of the embedding, because the second embedding needs their ids. transformers, in
+contrast, ignores the second embedding if a caller passes ``inputs_embeds``.
 
 Source: https://ai.google.dev/gemma/docs/gemma-3n, transformers ``models/gemma3n``.
 """
@@ -46,9 +47,9 @@ from liger_models.layers.rope import RotaryEmbedding
 class Gemma3nTextConfig(RMSNormDecoderConfig):
     """Sizes and constants of a Gemma 3n language model. In config.json, ``hidden_act`` is called ``hidden_activation``.
 
-    ``rope_theta`` and ``rope_scaling`` apply to the layers without a window. ``intermediate_size`` is one number for
-    all layers or a list with one number per layer, and ``activation_sparsity_pattern`` lists the share of gates that
-    become 0 in each layer.
+    ``rope_theta`` and ``rope_scaling`` apply to the layers without a window. ``intermediate_size`` is either one number
+    for all layers, or a list with one number per layer. ``activation_sparsity_pattern`` has one number per layer: the
+    share of the layer's gates that become 0.
 
     Raises:
         ValueError: a list does not have a value for each layer, or a setting is not supported.
@@ -135,7 +136,7 @@ class Gemma3nTextConfig(RMSNormDecoderConfig):
         return sizes[layer] if isinstance(sizes, list) else sizes
 
     def sparsity_of(self, layer: int) -> float:
-        """The share of gates in a layer's MLP that become 0 if the gates are normally distributed."""
+        """The share of the gates in a layer's MLP that become 0, if the gates follow a normal distribution."""
         if self.activation_sparsity_pattern is not None:
             return self.activation_sparsity_pattern[layer]
         return 0.95 if self.num_hidden_layers > 10 and layer < 10 else 0.0
@@ -153,7 +154,7 @@ class Gemma3nLayout(GemmaLayout):
 
 
 class SparseMLP(GatedMLP):
-    """A gated MLP in which all gates become 0 except those far above the mean of their token's gates.
+    """A gated MLP in which a gate becomes 0 unless it is far above the mean of its token's gates.
 
     Args:
         hidden_size, intermediate_size, kernel: as for `GatedMLP`.
@@ -174,7 +175,7 @@ class SparseMLP(GatedMLP):
         return call_linear(self.down_proj, F.gelu(sparse, approximate="tanh") * up)
 
     def _mean(self, x: Tensor) -> Tensor:
-        """Return the mean over the gates of all ranks, [..., 1]; x [..., F / R] are the gates of this rank."""
+        """Return the mean over the gates of all ranks, [..., 1]; x [..., F / R] holds the gates of this rank."""
         group = ranks_of(self.gate_up_proj)
         if group is None:
             return x.mean(-1, keepdim=True)
@@ -188,7 +189,7 @@ class Gemma3nBlock(nn.Module):
     """``a = (h + norm(attention(norm(h))) + laurel(norm(h))) / sqrt(2); a += norm(mlp(norm(a)))`` on one stream.
 
     The stream ``h`` is predicted from all streams, and the result ``a`` is used to correct all streams. The per-layer
-    branch then reads the corrected first stream, and its output is added to the other streams.
+    branch then reads the corrected first stream, and the output of this branch is added to the other streams.
     """
 
     def __init__(self, config: Gemma3nTextConfig, layer: int, kernels: KernelOptions) -> None:
@@ -247,11 +248,11 @@ class Gemma3nDecoder(GemmaDecoder):
     def run_blocks(
         self, embeds: Tensor, layout: Any, states: list[Tensor] | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """See `Decoder.run_blocks`. The residual stream is the first of the streams."""
+        """See `Decoder.run_blocks`. The first of the streams takes the place of the residual stream."""
         return super().run_blocks(embeds, replace(layout, streams=self.streams.split(embeds)), states)
 
     def carry(self, index: int, more: list[Tensor], layout: Any) -> tuple[list[Tensor], Any]:
-        """See `Decoder.carry`; the last tensor holds all streams but the first."""
+        """See `Decoder.carry`; the last of the block's tensors holds all streams except the first."""
         *keys_and_values, streams = more
         router_logits, layout = super().carry(index, keys_and_values, layout)
         return router_logits, replace(layout, streams=streams)

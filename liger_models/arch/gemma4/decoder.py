@@ -20,7 +20,7 @@ from liger_models.layers.rope import ProportionalRotaryEmbedding, RotaryEmbeddin
 
 
 class LayerScale(Layer):
-    """Multiplies its input by a number that comes from the checkpoint and is not trained."""
+    """Multiplies its input by a scalar that comes from the checkpoint and is not trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,17 +28,17 @@ class LayerScale(Layer):
         self.group: Group | None = None
 
     def draw(self, std: float) -> bool:
-        """Set the number to 1."""
+        """Set the scalar to 1."""
         nn.init.ones_(self.weight)
         return True
 
     def sum_gradients(self, group: Group) -> bool:
-        """All-reduce the gradient, which exists only if a user trains the number."""
+        """All-reduce the gradient of the scalar, which exists only if a user makes the scalar trainable."""
         self.group = group
         return True
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply x [...] by the number."""
+        """Multiply x [...] by the scalar."""
         return x * replicated(self.weight, self.group).to(x.dtype)
 
 
@@ -69,7 +69,7 @@ class Gemma4Block(nn.Module):
         self.layer_scalar = LayerScale()
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: Any) -> tuple[Tensor | None, ...]:
-        """Map ``residual + x`` [B, T, C] to the next block's ``(x, residual)``, and return tensors for `carry`."""
+        """Map ``residual + x`` [B, T, C] to ``(x, residual)`` for the next block, and return tensors for `carry`."""
         # Attention. ``x`` is the branch's output, which the next norm adds to the stream.
         attended: Any = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         x, residual, *carried = attended  # keys and values, unless another layer computed them

@@ -91,7 +91,7 @@ class Gemma4Images(ImageConverter):
 
 
 class Gemma4Processor(ImageProcessor):
-    """Turns images and texts with placeholders into the inputs of ``forward`` and ``generate``.
+    """Turns images, and texts with image placeholders, into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.

@@ -2,17 +2,18 @@
 
 ``gemma4_text`` (E2B, E4B, 26B-A4B, 31B) differs from Gemma 3: norms multiply by their weight instead of 1 + weight.
 Values are also normalized, by a norm without a weight. Attention scores are not scaled. Layers without a window have
-wider heads (``global_head_dim``) and rotate only the first ``partial_rotary_factor`` of the pairs of dimensions of each
-head. If ``attention_k_eq_v`` is set, these layers also have their own number of KV heads and no projection for values,
-because the keys before norm and rotation are the values. The last ``num_kv_shared_layers`` layers do not compute keys
-and values; each of them uses the keys and values of the last earlier layer of its type that computes keys and values.
-At the end of each block, the residual stream is multiplied by a factor.
+wider heads (``global_head_dim``) and rotate only the first pairs of dimensions of each head: ``partial_rotary_factor``
+is the fraction of pairs that are rotated. If ``attention_k_eq_v`` is set, the layers without a window also have their
+own number of KV heads, and no projection for values: their keys, before norm and rotation, are used as values. The last
+``num_kv_shared_layers`` layers compute no keys and values. Each of these layers uses the keys and values of an earlier
+layer: the last layer of the same type that computes its own. At the end of each block, the residual stream is
+multiplied by a factor.
 
 E2B and E4B have a second token embedding, which gives each block a second input. The block projects the residual stream
 to a gate for this input, and adds a projection of the gated input to the stream. In 26B-A4B, each block has experts in
 addition to the MLP, and the router has its own norm.
 
-``gemma4_unified_text`` (12B) is ``gemma4_text`` without experts and without second inputs, and has other defaults.
+``gemma4_unified_text`` (12B) is ``gemma4_text`` without experts and without second inputs, and with other defaults.
 
 Source: transformers ``models/gemma4``, ``models/gemma4_unified``.
 """

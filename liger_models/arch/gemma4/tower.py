@@ -184,7 +184,7 @@ class Gemma4VisionBlock(Layer):
         self.recompute = policy != "none"
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [1, N, C]; return the next block's ``(x, residual)``."""
+        """Run the block on ``residual + x`` [1, N, C]; return ``(x, residual)`` for the next block."""
         if recomputes(self):
             total, _ = add_norm(None, x, residual)
             y, residual = run_twice(self._branches, None, total, layout)

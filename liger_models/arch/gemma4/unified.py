@@ -163,7 +163,7 @@ def weight_map(config: Gemma4UnifiedConfig) -> WeightMap:
 
 
 def other_maps(config: Gemma4UnifiedConfig) -> list[WeightMap]:
-    """The weight map of transformers' modules in memory."""
+    """The weight map for the tensor names of transformers' modules, which differ from the names in files."""
     return [_map(config, "model.embed_vision", "model.embed_vision.multimodal_embedder.embedding_projection")]
 
 

@@ -76,7 +76,7 @@ class GLM4Block(GLMBlock):
         self.post_mlp_layernorm = norm()
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next block's ``(x, residual)``."""
+        """Run the block on ``residual + x`` [B, T, C]; return ``(x, residual)`` for the next block."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         x = self.post_self_attn_layernorm(x)
         x, residual = self.mlp.add_norm(self.post_attention_layernorm, x, residual)

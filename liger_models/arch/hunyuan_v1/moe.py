@@ -131,7 +131,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weight_map(config: HunYuanMoEV1Config, *, fused: bool = False) -> WeightMap:
-    """Maps the parameters of Hunyuan to the tensors of a checkpoint; ``fused`` is as in `shared_moe_map`."""
+    """Maps the parameters of Hunyuan to the tensors of a checkpoint; for ``fused``, see `shared_moe_map`."""
     mlp = "layers.{sparse}.mlp"
     return shared_moe_map(
         config, fused=fused, experts=config.num_experts, shared="shared_mlp", correction=False,

@@ -33,7 +33,8 @@ AROUND, GLOBAL, VIDEO = "<fake_token_around_image>", "<global-img>", "<video>"
 
 
 def scaled(width: int, height: int, longest: int) -> tuple[int, int]:
-    """Return the width and height of an image after scaling its longer side to ``longest``, up or down."""
+    """Return the width and height of an image after it has been scaled up or down such that its longer side is
+    ``longest``."""
     ratio = width / height
     # The shorter side is rounded down and then up to an even number.
     if width >= height:
@@ -52,7 +53,7 @@ def scaled(width: int, height: int, longest: int) -> tuple[int, int]:
 
 
 def whole_tiles(width: int, height: int, side: int) -> tuple[int, int]:
-    """Return the number of columns and rows of tiles of an image after it is enlarged to whole tiles."""
+    """Return the numbers of columns and rows of tiles that an image fills after it has been enlarged to whole tiles."""
     ratio = width / height
     if width >= height:
         columns = math.ceil(width / side)
@@ -99,7 +100,8 @@ class Idefics3Images(ImageConverter):
         return {"size": {"longest_edge": self.longest_edge}, "do_image_splitting": self.splits}
 
     def grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return the number of columns and rows of tiles for an image's width and height; (0, 0) if it is not cut."""
+        """Return the numbers of columns and rows of tiles for an image of the given width and height; (0, 0) if it is
+        not cut."""
         if not self.splits:
             return 0, 0
         columns, rows = whole_tiles(*scaled(*size, self.longest_edge), self.side)
@@ -122,7 +124,7 @@ class Idefics3Images(ImageConverter):
 
 
 class Idefics3Processor(ImageProcessor):
-    """Turns images and texts with placeholders into the inputs of ``forward`` and ``generate``.
+    """Turns images, and texts with image placeholders, into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.

@@ -70,7 +70,8 @@ class InternVLImages(ImageConverter):
         return choose_grid(size, self.side, self.min_patches, self.max_patches)
 
     def tiles(self, size: tuple[int, int]) -> int:
-        """Return an image's number of tiles for its width and height, including the tile of the whole image."""
+        """Return the total number of tiles for an image of the given width and height, including the tile of the whole
+        image."""
         columns, rows = self.grid(size)
         return columns * rows + (columns * rows > 1)
 
@@ -85,7 +86,7 @@ class InternVLImages(ImageConverter):
 
 
 class InternVLProcessor(ImageProcessor):
-    """Turns images and texts with placeholders into the inputs of ``forward`` and ``generate``.
+    """Turns images, and texts with image placeholders, into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.

@@ -54,7 +54,7 @@ class InternVLVisionBlock(nn.Module):
         nn.init.constant_(self.scale_mlp, self.init)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [n, N, C]; return the next block's ``(x, residual)``."""
+        """Run the block on ``residual + x`` [n, N, C]; return ``(x, residual)`` for the next block."""
         y, residual = self.attn.add_norm(self.norm1, x, residual, layout)
         y, residual = self.mlp.add_norm(self.norm2, y * local(self.scale_attn), residual)
         return y * local(self.scale_mlp), residual

@@ -71,7 +71,8 @@ class Lfm2Block(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Map ``residual + x`` [B, T, C] to the next block's ``(x, residual)``, and return any router logits."""
+        """Map ``residual + x`` [B, T, C] to ``(x, residual)`` for the next block, and return router logits if the block
+        has experts."""
         operator = self.self_attn if self.has_attention else self.conv
         x, residual = operator.add_norm(self.operator_norm, x, residual, layout)
         outputs: tuple[Tensor, ...] = self.feed_forward.add_norm(self.ffn_norm, x, residual, *layout.experts)

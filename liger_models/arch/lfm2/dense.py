@@ -4,8 +4,8 @@ Most layers have a gated short convolution, and the others have attention with n
 `liger_models.arch.lfm2.block`. The MLP is the same as in Llama. Its width is two thirds of ``intermediate_size``,
 rounded up to a multiple of ``block_multiple_of``, unless ``block_auto_adjust_ff_dim`` is false.
 
-With ``conv_bias``, which no released checkpoint has, padding is handled differently from transformers: at padding, the
-bias of the projection does not enter the convolution.
+With ``conv_bias``, which no released checkpoint has, padding is handled differently from transformers: for padding
+tokens, the bias of the projection does not enter the convolution.
 
 Source: https://arxiv.org/abs/2511.23404, transformers ``models/lfm2``.
 """
@@ -61,7 +61,7 @@ class LigerLfm2(Lfm2Model):
 
 
 def mlp_entries(prefix: str) -> dict[str, Expression | str]:
-    """The entries of a weight map for the MLPs of dense models; ``prefix`` is as in `lfm2_map`."""
+    """The entries of a weight map for the MLPs of dense models; for ``prefix``, see `lfm2_map`."""
     theirs, ours = f"{prefix}.layers.{{i}}.feed_forward", "layers.{i}.feed_forward"
     return {
         f"{ours}.gate_up_proj.weight": gate_up_rows(f"{theirs}.w1.weight", f"{theirs}.w3.weight"),

@@ -180,7 +180,7 @@ class Lfm2VlImages(ImageConverter):
 
 
 class Lfm2VlProcessor(ImageProcessor):
-    """Turns images and texts with placeholders into the inputs of ``forward`` and ``generate``.
+    """Turns images, and texts with image placeholders, into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.

@@ -34,9 +34,9 @@ BETWEEN_COLUMNS, AFTER_ROW = "<|tile_x_separator|>", "<|tile_y_separator|>"
 
 
 def canvases(most: int) -> list[tuple[int, int]]:
-    """Return the numbers of rows and columns of all arrangements of at most ``most`` tiles.
+    """Return all arrangements of at most ``most`` tiles, each as (rows, columns).
 
-    Arrangements with the same aspect ratio are adjacent, ordered from the largest to the smallest.
+    Arrangements with the same aspect ratio are adjacent, with the largest one first.
     """
     by_ratio: dict[float, list[tuple[int, int]]] = {}
     for tiles in range(most, 0, -1):
@@ -49,11 +49,11 @@ def canvases(most: int) -> list[tuple[int, int]]:
 class Llama4Images(ImageConverter):
     """Resizes images, keeping their proportions, pads them with black, and splits them into tiles.
 
-    Among the arrangements of tiles that do not shrink an image, the one that could enlarge it least is chosen. If all
-    arrangements shrink the image, the one that shrinks it least is chosen. Among equally good arrangements, the one
-    with the fewest tiles is chosen. An image is not enlarged beyond the size of one tile. With
-    ``resize_to_max_canvas``, an image is enlarged further, and the arrangement that enlarges the image most is chosen.
-    If there are several tiles, the whole image follows as one more tile.
+    An arrangement of tiles is chosen by the factor that would scale the image to fit the arrangement: the smallest
+    factor of at least 1 or, if the image fits into no arrangement without shrinking, the largest factor. Among
+    arrangements with the same factor, the one with the fewest tiles is chosen. An image is not enlarged beyond the size
+    of one tile. With ``resize_to_max_canvas``, an image is enlarged further, and the arrangement that enlarges the
+    image most is chosen. If an image has several tiles, one more tile with the whole image follows them.
 
     Args:
         settings: the content of preprocessor_config.json.
@@ -125,7 +125,7 @@ class Llama4Images(ImageConverter):
 
 
 class Llama4Processor(ImageProcessor):
-    """Turns images and texts with placeholders into the inputs of ``forward`` and ``generate``.
+    """Turns images, and texts with image placeholders, into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.

@@ -1,19 +1,20 @@
 """Llama 4 text models: model_type ``llama4_text``.
 
-Differs from Llama: in three of four layers, a token attends only to tokens of its own chunk of the document. A chunk
-has ``attention_chunk_size`` tokens. These layers rotate pairs of neighboring entries of q and k. If ``use_qk_norm`` is
-set, they then normalize each head of q and k, without a weight. Every fourth layer attends to all earlier tokens and
-does not rotate q and k. If ``attn_temperature_tuning`` is set, such a layer multiplies the query at position ``p`` by
-``1 + attn_scale · ln(1 + floor((p + 1) / floor_scale))``. ``no_rope_layers`` has an entry per layer; despite its name,
-1 means rotation. An empty list means the default, as in released files.
+Differs from Llama: in three of every four layers, a document is split into chunks of ``attention_chunk_size`` tokens,
+and a token attends only to tokens of its own chunk. The layers with chunks rotate pairs of neighboring entries of q and
+k. If ``use_qk_norm`` is set, the layers with chunks also normalize each head of q and k after the rotation, without a
+weight. Every fourth layer attends to all earlier tokens and does not rotate q and k. If ``attn_temperature_tuning`` is
+set, the layers without rotation multiply the query at position ``p`` by ``1 + attn_scale · ln(1 + floor((p + 1) /
+floor_scale))``. ``no_rope_layers`` has an entry for each layer. Despite the name of this list, the entry 1 means that
+the layer rotates q and k. An empty list, as in released files, means the default.
 
-The MLP of layer i is a mixture of experts if i is in ``moe_layers`` or, without this list, if i + 1 is a multiple of
-``interleave_moe_layer_step``. The input of an expert is multiplied by the sigmoid of the expert's logit. The output of
-a shared expert is added. ``intermediate_size`` is the width of an expert, and ``intermediate_size_mlp`` is the width of
-a dense MLP.
+``moe_layers`` lists the layers whose MLP is a mixture of experts. Without this list, these are the layers i for which i
++ 1 is a multiple of ``interleave_moe_layer_step``. The input of an expert is multiplied by the sigmoid of the expert's
+logit. A shared expert processes all tokens, and its output is added to the output of the chosen experts.
+``intermediate_size`` is the width of an expert, and ``intermediate_size_mlp`` is the width of a dense MLP.
 
-The scaling of queries uses the same positions as the rotation (``position_ids``). transformers counts cached and new
-tokens instead. Its count includes the left padding of a prompt, so that padding changes the generated tokens.
+Queries are scaled by the same positions as in the rotation (``position_ids``). transformers instead counts cached and
+new tokens. This count includes the left padding of a prompt, so in transformers, padding changes the generated tokens.
 
 If ``attention_chunk_size`` is null, as in Llama Guard 4, no layer has chunks. transformers can't run such a file.
 
@@ -188,7 +189,8 @@ class Llama4Block(nn.Module):
             self.feed_forward = GatedMLP(config.hidden_size, config.intermediate_size_mlp, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Map ``residual + x`` [B, T, C] to the next block's ``(x, residual)``, and return any router logits."""
+        """Map ``residual + x`` [B, T, C] to ``(x, residual)`` for the next block, and return router logits if the block
+        has experts."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.feed_forward.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 

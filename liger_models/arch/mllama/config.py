@@ -56,7 +56,7 @@ class MllamaVisionConfig:
 
     @property
     def tokens_per_tile(self) -> int:
-        """Number of tokens of a tile, which are its patches and its class token."""
+        """Number of tokens per tile: one for each patch, and the class token."""
         return (self.image_size // self.patch_size) ** 2 + 1
 
 

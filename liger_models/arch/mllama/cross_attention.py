@@ -55,8 +55,7 @@ class ImageStates:
     ) -> "ImageStates":
         """Build the states from masks over tokens and tiles.
 
-        If a token sees no tile but its document has images, the token attends to all tiles of the document, as in
-        transformers.
+        As in transformers, a token that sees no tile attends to all tiles of its document, if the document has images.
 
         Args:
             tokens: [B, S, C], the image tokens, where S = tiles · ``per_tile``; None if their keys and values are
@@ -85,7 +84,7 @@ class ImageStates:
 
 @dataclass(frozen=True, eq=False)
 class CrossLayout(BatchLayout):
-    """The layout of a batch. ``images`` is None for text without images, for which cross-attention is skipped."""
+    """The layout of a batch. For text without images, ``images`` is None and cross-attention is skipped."""
 
     images: ImageStates | None = None
 
@@ -93,8 +92,9 @@ class CrossLayout(BatchLayout):
 def tiles_seen(here: Tensor, images: Tensor, tiles: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Find the tiles that each token attends to.
 
-    A token attends to the used tiles of the last image before it and, if further images directly precede that image, to
-    the used tiles of these images as well. The placeholder itself counts as a token after its image.
+    A token attends to the used tiles of the last image before it. If further images directly precede that image, the
+    token attends to their used tiles as well. An image's placeholder is itself one of the tokens that attend to the
+    image.
 
     Args:
         here: [B, T] bool, whether each token is a placeholder; each image has one placeholder.
@@ -180,7 +180,7 @@ class LigerCrossAttention(Layer):
         self.recompute = policy == "full"
 
     def recomputed_share(self, policy: str) -> float:
-        """The share of the layer that is recomputed: 1 if the policy is "full", and otherwise 0."""
+        """The share of the layer that is recomputed in the backward: 1 if the policy is "full", and otherwise 0."""
         return float(policy == "full")
 
     def shard(self, group: Group) -> dict[str, int]:
@@ -197,7 +197,8 @@ class LigerCrossAttention(Layer):
         return {"q_proj.weight": 0, "k_proj.weight": 0, "v_proj.weight": 0, "o_proj.weight": 1}
 
     def shard_tokens(self, group: Group) -> None:
-        """Give each of R ranks T / R tokens. Inside attention, a rank has all T tokens and 1 / R of the heads.
+        """Give each of R ranks T / R tokens outside attention, and all T tokens with 1 / R of the heads inside
+        attention.
 
         Raises:
             ValueError: the number of KV heads is not a multiple of the number of ranks.
@@ -208,7 +209,8 @@ class LigerCrossAttention(Layer):
     def add_norm(
         self, norm: LigerRMSNorm, x: Tensor | None, residual: Tensor, images: ImageStates
     ) -> tuple[Tensor, Tensor]:
-        """Add ``x`` to ``residual`` and apply attention to ``norm(residual)``. Returns ``(y, residual)`` [B, T, C]."""
+        """Add ``x`` to ``residual`` and apply attention to ``norm(residual)``; return ``(y, residual)``, both [B, T,
+        C]."""
         if recomputes(self):
             y, residual = run_twice(
                 self._add_norm, norm, x, residual, images,

@@ -1,14 +1,15 @@
 """Llama 3.2 Vision (11B, 90B): model_type ``mllama``.
 
-The language model is Llama, except that some layers attend to the images instead of the text. These cross-attention
-layers normalize queries and keys, do not rotate them, and scale their output by gates that are initially 0. For text
-without images, these layers are skipped. In the text, an image is a single placeholder token. Later tokens attend to
-the last image before them, and to further images that directly precede that image.
+The language model is Llama, except that some layers have attention to the images instead of attention to the text.
+These cross-attention layers normalize queries and keys, do not rotate them, and scale their output by gates that are
+initially 0. For text without images, these layers are skipped. In the text, an image is a single placeholder token.
+Later tokens attend to the last image before them. If further images directly precede that image, the tokens attend to
+these images too.
 
-The vision tower splits an image into up to four tiles. Each tile has a class token. A gate mixes the learned positions
-within a tile with positions that also depend on where the tile is in the image. Pre-norm blocks over all tiles are
-followed by blocks with gates. The image tokens are the outputs of the tower and of some of its earlier blocks,
-concatenated along the feature dimension.
+The vision tower splits an image into up to four tiles. Each tile has a class token. Patches have two kinds of learned
+positions, mixed by a gate: positions within a tile, and positions that also depend on where the tile is in the image.
+Pre-norm blocks, in which the tiles of an image attend to each other, are followed by blocks with gates. The image
+tokens are the outputs of the tower and of some of its earlier blocks, concatenated along the feature dimension.
 
 Source: https://arxiv.org/abs/2407.21783, transformers ``models/mllama``.
 """
@@ -57,8 +58,8 @@ class MllamaBlock(PreNormBlock):
 class MllamaCrossBlock(Layer):
     """``h += tanh(a) · cross_attention(norm(h), images); h += tanh(b) · mlp(norm(h))`` with gates ``a`` and ``b``.
 
-    The gates are learned. The MLP branch is zero for tokens that attend to no image. Both branches are zero in
-    documents without images.
+    The gates are learned. For tokens that attend to no image, the MLP branch adds zero. In documents without images,
+    both branches add zero.
     """
 
     needs_images = True
@@ -77,7 +78,7 @@ class MllamaCrossBlock(Layer):
         self.mlp_gate = nn.Parameter(torch.empty(1))
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Replicate the gates, whose gradients cover all tokens."""
+        """Replicate the gates. Each rank computes their gradients over all tokens."""
         self.groups = replace(self.groups, tensor=group)
         return {}
 
@@ -91,7 +92,7 @@ class MllamaCrossBlock(Layer):
         nn.init.zeros_(self.mlp_gate)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: CrossLayout) -> tuple[Tensor | None, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next block's ``(x, residual)``."""
+        """Run the block on ``residual + x`` [B, T, C]; return ``(x, residual)`` for the next block."""
         # Without images the block does nothing, and the next block adds x to the residual stream.
         images = layout.images
         if images is None:
@@ -237,7 +238,8 @@ class LigerMllama(VisionLanguageModel):
         return ImageStates.build(tokens, seen, in_document, vision.tokens_per_tile, cache, self.groups)
 
     def _cached(self, new: Tensor | None, cache: DecodeCache | None) -> ImageStates | None:
-        """Build the states of new tokens [B, T, ...] whose images are in the cache; None if no images are cached."""
+        """Build the `ImageStates` of new tokens [B, T, ...] whose images are already in the cache; None if no images
+        are cached."""
         if cache is None or IMAGES_SEEN not in cache.extra or new is None:
             return None
         seen, in_document = (
@@ -248,7 +250,8 @@ class LigerMllama(VisionLanguageModel):
         )
 
     def _nothing(self, here: Tensor) -> ImageStates:
-        """Run the tower on zeros that no token sees, because all ranks must gather the tower's weights together."""
+        """Run the tower on zeros, which no token attends to. This is necessary because all ranks must gather the
+        tower's weights together."""
         vision, device = self.config.vision_config, here.device
         size = (vision.max_num_tiles, vision.num_channels, vision.image_size, vision.image_size)
         used = torch.ones(1, vision.max_num_tiles, dtype=torch.bool, device=device)
@@ -261,7 +264,8 @@ class LigerMllama(VisionLanguageModel):
         )  # fmt: skip
 
     def _check_images(self, here: Tensor, pixels: Tensor | None, ratios: Tensor | None) -> int:
-        """Return the number of images; raise ValueError if the placeholders do not match. The host waits once."""
+        """Return the number of images; raise ValueError if the placeholders do not match the images. The host waits
+        once."""
         if pixels is None or ratios is None:
             count = int(here.sum())
             if count != 0:

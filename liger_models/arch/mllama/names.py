@@ -43,7 +43,8 @@ def weight_map(config: MllamaConfig) -> WeightMap:
 
 
 def other_maps(config: MllamaConfig) -> list[WeightMap]:
-    """The weight map of transformers' modules since 4.52. Some versions also wrote these names to checkpoints."""
+    """The weight map for the tensor names of transformers' modules since version 4.52. Some versions of transformers
+    also wrote these names to checkpoints."""
     return [_map(config, "model.language_model", "model.", "lm_head.weight")]
 
 

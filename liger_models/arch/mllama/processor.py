@@ -38,9 +38,9 @@ BILINEAR = 2
 def choose_tiles(height: int, width: int, ratios: Sequence[Sequence[int]], side: int) -> int:
     """Choose the arrangement of tiles for an image.
 
-    Among the arrangements that do not shrink the image, choose the one that enlarges it least. If all arrangements
-    shrink the image, choose the one that shrinks it least. Among equally good arrangements, choose the one with the
-    fewest tiles.
+    If the image fits into some arrangements without shrinking, choose the arrangement to which it would be enlarged
+    least. Otherwise, choose the arrangement for which the image shrinks least. Among equally good arrangements, choose
+    the one with the fewest tiles.
 
     Args:
         height, width: size of the image in pixels.
@@ -111,7 +111,7 @@ class MllamaImages:
 
 
 class MllamaProcessor(Processor):
-    """Turns images and texts with placeholders into the inputs of ``forward`` and ``generate``.
+    """Turns images, and texts with image placeholders, into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.
@@ -146,7 +146,7 @@ class MllamaProcessor(Processor):
         images: "Sequence[Source]" = (),
         **options: "Unpack[TextOptions]",
     ) -> ModelInputs:
-        """Turn a batch of texts and their images into model inputs; the images are in the order of their placeholders.
+        """Turn a batch of texts, and their images in the order of the placeholders, into model inputs.
 
         If a text has no ``bos`` token, one is inserted at the beginning of the text, after any placeholders there.
 
@@ -202,7 +202,8 @@ class MllamaProcessor(Processor):
         }
 
     def _begun(self, text: str) -> list[Edit]:
-        """Return the edit that inserts ``bos`` after leading placeholders of a text; [] if the text has ``bos``."""
+        """Return the edit that inserts ``bos`` at the beginning of a text, after any placeholders there; [] if the text
+        has ``bos``."""
         rest = text
         while rest.startswith(self.image):
             rest = rest[len(self.image) :]

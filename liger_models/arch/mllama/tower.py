@@ -38,7 +38,7 @@ class MllamaGlobalBlock(VisionBlock):
         nn.init.normal_(self.gate_ffn, std=self.std)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [n, N, C]; return the next block's ``(x, residual)``."""
+        """Run the block on ``residual + x`` [n, N, C]; return ``(x, residual)`` for the next block."""
         # Each gate scales the result of a branch before it joins the residual stream.
         y, residual = self.attn.add_norm(self.norm1, x, residual, layout)
         y, residual = self.mlp.add_norm(self.norm2, y * local(self.gate_attn).tanh(), residual)
@@ -143,7 +143,8 @@ class MllamaTower(nn.Module):
         return tokens
 
     def _add_tile(self, x: Tensor, ratio: Tensor, table: nn.Embedding, gate: Tensor) -> Tensor:
-        """Add to x [n, tiles, N, C] the gated embedding of each tile, which depends on the image's aspect ratio."""
+        """Add the embedding of each tile, multiplied by a gate, to x [n, tiles, N, C]. The embeddings depend on the
+        image's aspect ratio."""
         added = nn.functional.embedding(ratio, local(table.weight)).view(len(x), x.shape[1], 1, -1)
         y: Tensor = x + added * local(gate).tanh()
         return y
@@ -151,7 +152,7 @@ class MllamaTower(nn.Module):
     def _layout(self, used: Tensor) -> BatchLayout:
         """Return a layout in which the tokens of all used tiles of an image attend to all tokens of the image.
 
-        Tokens of padding and of unused tiles attend only to tokens of used tiles.
+        Padding tokens, and the tokens of unused tiles, attend only to tokens of used tiles.
         """
         P = self.config.tokens_per_tile
         tiles = used.shape[1]

@@ -146,7 +146,7 @@ class MuseGlimmerImages:
 
 
 class MuseGlimmerProcessor(Processor):
-    """Turns images, videos and texts with placeholders into the inputs of ``forward`` and ``generate``.
+    """Turns images, videos, and texts with placeholders for them into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.
@@ -204,7 +204,7 @@ class MuseGlimmerProcessor(Processor):
         fps: float | Sequence[float | None] | None = None,
         **options: "Unpack[TextOptions]",
     ) -> ModelInputs:
-        """Turn a batch of texts and their images and videos, in the order of their placeholders, into model inputs.
+        """Turn a batch of texts, and their images and videos in the order of the placeholders, into model inputs.
 
         Args:
             texts: one text or several, with one placeholder per image or video, as written by the chat template.
@@ -297,7 +297,8 @@ class MuseGlimmerProcessor(Processor):
         return out
 
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
-        """Return the arguments of ``__call__``, except the texts, for the parts that `image_parts` found."""
+        """Return the arguments of ``__call__`` besides the texts: the images, videos and settings that `image_parts`
+        found."""
         videos = [(video, part.get("fps")) for kind, video, part in parts if kind == "video"]
         return {
             "images": [image for kind, image, _ in parts if kind == "image"],

@@ -72,8 +72,8 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Also write ``rope_parameters`` if the rotary base of layers with a window differs from the released models' base.
 
-    transformers 5 reads this key; it applies the older ``rope_theta`` only to the layers without a window. transformers
-    4 has one base for all layers.
+    transformers 5 reads the bases of both layer types from ``rope_parameters``, and applies the older key
+    ``rope_theta`` only to the layers without a window. transformers 4 has one base for all layers.
     """
     out = dict(keys)
     # Released files have one base for all layers, which every version of transformers reads.

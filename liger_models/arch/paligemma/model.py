@@ -1,14 +1,14 @@
 """PaliGemma and PaliGemma 2: model_type ``paligemma``.
 
 The language model is Gemma, or Gemma 2 in PaliGemma 2. The vision tower is SigLIP, and a linear layer projects each of
-its patches to an image token. The tokens of a document before its answer are the prefix: the images, the BOS token, and
-the question. The tokens of the prefix attend to each other in both directions, in all layers and beyond the window. The
-tokens of the answer attend to all tokens before them, as in every decoder.
+its patches to an image token. The prefix of a document consists of all tokens before the answer: the images, the BOS
+token, and the question. The tokens of the prefix attend to each other in both directions, in all layers and beyond the
+window. The tokens of the answer attend to all tokens before them, as in every decoder.
 
-``token_type_ids`` are 0 in the prefix and 1 after it. Without ``token_type_ids``, transformers lets all tokens of a row
-attend to each other, even to their own labels, if the batch has no padding and attention is "sdpa". In this package, if
-``token_type_ids`` are missing, the prefix of a document ends before its first label. Without labels, the forward is
-causal, and the prompts of ``generate`` are prefixes.
+``token_type_ids`` are 0 in the prefix and 1 after it. If there are no ``token_type_ids``, the batch has no padding, and
+attention is "sdpa", transformers lets all tokens of a row attend to each other, so that tokens see even their own
+labels. In this package, if ``token_type_ids`` are missing, the prefix of a document ends before its first label.
+Without labels, the forward is causal, and the prompts of ``generate`` are prefixes.
 
 Positions start at 1 in transformers and at 0 in this package. Attention depends only on differences between positions.
 
@@ -56,7 +56,7 @@ class PaliGemmaBlock(nn.Module):
         self.post_feedforward_layernorm = norm(C) if config.has_four_norms else None
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next block's ``(x, residual)``."""
+        """Run the block on ``residual + x`` [B, T, C]; return ``(x, residual)`` for the next block."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         if self.pre_feedforward_layernorm is None or self.post_feedforward_layernorm is None:
             return self.mlp.add_norm(self.post_attention_layernorm, x, residual)

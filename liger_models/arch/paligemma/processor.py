@@ -59,7 +59,7 @@ class PaliGemmaImages(ImageConverter):
 
 
 class PaliGemmaProcessor(LlavaProcessor):
-    """Turns images and texts with placeholders into the inputs of ``forward`` and ``generate``.
+    """Turns images, and texts with image placeholders, into the inputs of ``forward`` and ``generate``.
 
     Args: as for `LlavaProcessor`.
     """
@@ -84,7 +84,7 @@ class PaliGemmaProcessor(LlavaProcessor):
         bos: bool = True,
         **options: "Unpack[TextOptions]",
     ) -> ModelInputs:
-        """Turn a batch of texts and their images into model inputs; the images are in the order of their placeholders.
+        """Turn a batch of texts, and their images in the order of the placeholders, into model inputs.
 
         Args:
             texts: one text or several, with one placeholder per image. If no text has a placeholder, images are placed
@@ -150,7 +150,8 @@ class PaliGemmaProcessor(LlavaProcessor):
 
 
 def _types(masks: Any, seen: Any) -> Any:
-    """Return 1 for the tokens from the first answer on, and 0 for all other tokens and padding; [B, T] or lists.
+    """Return the token types, [B, T] or lists: 1 for the first token of an answer and all later tokens of the row, and
+    0 for the tokens before the first answer and for padding.
 
     Args:
         masks: 1 for the tokens of answers; None if there are no answers.

@@ -124,7 +124,8 @@ def _linear_attention_entries(config: HybridConfig, theirs: str, four_projection
 
 
 def _full_attention_entries(config: HybridConfig, theirs: str) -> dict[str, Expression | str]:
-    """Return the weight-map entries of full attention: norms of q and k, and the packed and output projections."""
+    """Return the weight-map entries of full attention: the norms of q and k, the packed projection, and the output
+    projection."""
     ours = "layers.{full}.self_attn"
     entries: dict[str, Expression | str] = {
         f"{ours}.{name}.weight": f"{theirs}.{name}.weight" for name in ("q_norm", "k_norm")
@@ -210,8 +211,8 @@ def _has_experts(config: HybridConfig) -> bool:
 def text_maps(config: HybridConfig) -> list[WeightMap]:
     """The weight maps of a Qwen3.5 text model.
 
-    The first is for the layout that transformers writes, which has separate tensors for each expert. The last ones are
-    for checkpoints with a tower.
+    The first map is for the layout that transformers writes, which has separate tensors for each expert. The last maps
+    are for checkpoints with a vision tower.
     """
     prefixes = ("model", "model.language_model")
     layouts = (False, True) if _has_experts(config) else (False,)  # whether experts are fused
@@ -221,8 +222,8 @@ def text_maps(config: HybridConfig) -> list[WeightMap]:
 def multimodal_maps(config: Any) -> list[WeightMap]:
     """The weight maps of a Qwen3.5 model with its tower.
 
-    The first is for the layout on the hub, which has one tensor for all experts. The last ones have older name
-    prefixes.
+    The first map is for the layout on the hub, in which one tensor holds all experts. The last maps are for names with
+    older prefixes.
     """
     layouts = (True, False) if _has_experts(config) else (False,)  # whether experts are fused
     maps = []
