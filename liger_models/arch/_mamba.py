@@ -1,4 +1,4 @@
-"""The settings in config.json and the checkpoint names that all families with `LigerMamba2` share."""
+"""The keys in config.json and the tensor names in checkpoints that all families with `LigerMamba2` share."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ from liger_models.layers.mamba2 import LigerMamba2, StateDecay
 class MambaHybridConfig(RMSNormDecoderConfig):
     """The config of a decoder with state-space mixers. The mixers' keys in config.json begin with ``mamba_``.
 
-    ``time_step_limit`` holds the smallest and the largest step size. The largest may be left out. None means that step
-    sizes are not limited.
+    ``time_step_limit`` holds the smallest and the largest step size; the largest may be left out. If
+    ``time_step_limit`` is None, step sizes are not limited.
 
     Raises:
         ValueError: the sizes of the mixer are inconsistent.
@@ -70,7 +70,8 @@ def build_mixer(config: MambaHybridConfig, layer: int, kernels: KernelOptions, *
 
 
 def read_mixer(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``time_step_limit``, in which infinity has two spellings, and ``mamba_d_head``, which may be "auto"."""
+    """Read ``time_step_limit``, where infinity may be written in two ways, and ``mamba_d_head``, which may be
+    "auto"."""
     flat = {key: value for key, value in hf.items() if (key, value) != ("mamba_d_head", "auto")}
     return {**flat, "time_step_limit": read_limits(hf.get("time_step_limit"))}
 
@@ -94,7 +95,7 @@ IGNORED_MIXER_KEYS = (
 
 
 def _by_unit(name: str, parts: Mapping[str, int], units: int) -> Expression:
-    """Reorder a checkpoint tensor's rows such that each unit's rows are adjacent; see `LigerMamba2.units_of`.
+    """Reorder the rows of a checkpoint tensor so that the rows of each unit are adjacent; see `LigerMamba2.units_of`.
 
     ``parts`` maps the name of each part of the tensor to the part's number of rows per unit.
     """
@@ -140,7 +141,7 @@ def mixer_entries(
 def hybrid_map(
     config: Any, norms: Sequence[str], mlps: Mapping[str, Expression | str], last_norm: str = "model.norm.weight"
 ) -> WeightMap:
-    """Return the weight map of a decoder whose layers have either attention or a mixer.
+    """Return the weight map of a decoder whose layers have either attention or a state-space mixer.
 
     Args:
         config: config of the model, a `MambaHybridConfig` with ``has_attention``.
@@ -171,7 +172,8 @@ def hybrid_map(
 
 
 def read_limits(limits: Sequence[Any] | None) -> list[float] | None:
-    """Read ``time_step_limit`` from config.json. None stands for (0, infinity), which JSON cannot express.
+    """Read ``time_step_limit`` from config.json. The result is None for the limits (0, infinity), because JSON cannot
+    express infinity.
 
     Transformers 5 writes infinity as ``{"__float__": "Infinity"}``, and older versions write ``Infinity``.
 

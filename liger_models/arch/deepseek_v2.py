@@ -5,9 +5,9 @@ Differs from Llama: keys and values are computed from a latent of each token, an
 ``first_k_dense_replace`` on, the MLP is a mixture of experts plus shared experts. The ``n_shared_experts`` shared
 experts process all tokens; together they are one MLP, whose output is not gated. Routing weights are the softmax
 probabilities, multiplied by ``routed_scaling_factor`` and not renormalized. With ``topk_method``
-"group_limited_greedy", experts are chosen only from the ``topk_group`` best of ``n_group`` groups, where the score of a
-group is the score of its best expert. With YaRN, attention scores are multiplied by the square of a factor that follows
-from ``mscale_all_dim``.
+"group_limited_greedy", the experts form ``n_group`` groups, and the score of a group is the score of its best expert.
+Experts are chosen only from the ``topk_group`` best groups. With YaRN, attention scores are multiplied by the square of
+a factor that follows from ``mscale_all_dim``.
 
 Source: https://arxiv.org/abs/2405.04434, transformers ``models/deepseek_v2``.
 """

@@ -10,8 +10,8 @@ The parameters of the decays and the bias of the router stay in fp32.
 Unlike in transformers, padding after a prompt does not change the state of linear attention: nothing is added to the
 state, and it does not decay.
 
-Some other models use the same model_type, with rotated latent attention, gates with a lower bound, or other router
-functions. Their configurations are refused.
+Some other models have the same model_type, but rotate latent attention, bound their gates from below, or have other
+router functions. The configurations of these models are refused.
 
 Source: https://arxiv.org/abs/2510.26692, transformers ``models/kimi_linear``.
 """
@@ -51,7 +51,7 @@ class KimiLinearConfig(LatentDecoderConfig):
     """Sizes and constants of a Kimi Linear model.
 
     Without ``layer_types``, the layers with index 4, 8, 12 and so on (the first layer has index 0) have latent
-    attention. Without ``mlp_layer_types``, all layers but the first have experts.
+    attention. Without ``mlp_layer_types``, all layers except the first have experts.
     """
 
     layer_kinds = (LINEAR, FULL)
@@ -148,7 +148,8 @@ class LigerKimiLinear(CausalLM):
 
 
 def _by_unit(parts: Sequence[str], sizes: Sequence[int], units: int) -> Expression:
-    """Join parts such that each unit's rows are adjacent; for ``sizes``, see `LigerKimiDeltaAttention.units_of`."""
+    """Concatenate parts so that the rows of each unit are adjacent; for ``sizes``, see
+    `LigerKimiDeltaAttention.units_of`."""
     groups = [Rearrange("(u n) ... -> u n ...", part, u=units) for part in parts]
     return Rearrange("u n ... -> (u n) ...", Cat(groups, dim=1, sizes=sizes), u=units)
 
@@ -299,7 +300,8 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the keys that released files have, and ``mlp_layer_types`` if a dense MLP follows a layer with experts."""
+    """Write the keys that released files have. If a dense MLP comes after a layer with experts, also write
+    ``mlp_layer_types``."""
     rest = (*SIZES.values(), "layer_types", "mlp_layer_types", "rope_theta", "rope_scaling")
     hf = {key: value for key, value in keys.items() if key not in rest}
     config = KimiLinearConfig(

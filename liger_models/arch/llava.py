@@ -81,7 +81,8 @@ def weight_map(config: LlavaConfig) -> WeightMap:
 
 
 def other_maps(config: LlavaConfig) -> list[WeightMap]:
-    """Return the weight maps of further layouts: transformers 5's checkpoints, and transformers' modules since 4.52."""
+    """Return the weight maps for the other tensor names: those in checkpoints that transformers 5 writes, and those of
+    transformers' modules since version 4.52."""
     levels = tower_levels(config)
     return [
         *(llava_map(config, HUB, level) for level in levels[1:]),

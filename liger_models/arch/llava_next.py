@@ -1,9 +1,9 @@
 """LLaVA-NeXT (LLaVA 1.6) with Llama or Mistral: model_type ``llava_next``.
 
 Differs from LLaVA 1.5: an image is resized to fit into one of several canvases, keeping its aspect ratio, and the
-canvas is cut into tiles of the tower's image size. The tokens of the whole image, resized to one tile, come first. The
-tokens of the tiles follow row by row over the whole canvas, without the padding, and each row ends with a learned
-token.
+canvas is cut into tiles of the tower's image size. The whole image is also resized to one tile, and its tokens come
+first. The tokens of the other tiles follow, without padding. Their rows run across the whole canvas, and each row ends
+with a learned token.
 
 Source: https://llava-vl.github.io/blog/2024-01-30-llava-next/, transformers ``models/llava_next``.
 """
@@ -107,7 +107,8 @@ class LigerLlavaNext(ImageSizesModel):
     processor_class = LlavaNextProcessor
 
     def images_of(self, pixels: Tensor | None, sizes: Tensor | None) -> tuple[Tensor, ...] | None:
-        """See `ImageSizesModel.images_of`; pixels are [images, tiles, ...], and ``sizes`` are the original sizes."""
+        """See `ImageSizesModel.images_of`; pixels are [images, tiles, ...], and ``sizes`` are the images' sizes before
+        resizing."""
         if pixels is None or not len(pixels):
             return None
         check_tensors(pixel_values=pixels)
@@ -160,7 +161,8 @@ def weight_map(config: LlavaNextConfig) -> WeightMap:
 
 
 def other_maps(config: LlavaNextConfig) -> list[WeightMap]:
-    """Return the weight maps of further layouts: transformers 5's checkpoints, and transformers' modules since 4.52."""
+    """Return the weight maps for the other tensor names: those in checkpoints that transformers 5 writes, and those of
+    transformers' modules since version 4.52."""
     shallow, deep = "", tower_levels(config)[0]
     return [_map(config, HUB, shallow), _map(config, MODULES, shallow), _map(config, MODULES, deep)]
 

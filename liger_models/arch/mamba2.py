@@ -35,8 +35,8 @@ from liger_models.layers.norm import LigerRMSNorm
 class Mamba2Config(BaseConfig):
     """Sizes and constants of a Mamba-2 model.
 
-    ``time_step_limit`` holds the smallest and the largest step size. The largest may be left out. None means that step
-    sizes are not limited.
+    ``time_step_limit`` holds the smallest and the largest step size. The largest step size may be left out. If
+    ``time_step_limit`` is None, step sizes are not limited.
     """
 
     activations: ClassVar[tuple[str, ...]] = ("silu", "swish")
@@ -140,7 +140,7 @@ def mamba2_map(config: Mamba2Config, embedding: str) -> WeightMap:
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``time_step_limit``, in which infinity has two spellings."""
+    """Read ``time_step_limit``, where infinity may be written in two ways."""
     return {**hf, "time_step_limit": read_limits(hf.get("time_step_limit"))}
 
 

@@ -1,12 +1,13 @@
 """Mistral Small 3.1 and 3.2 with images: model_type ``mistral3`` with a ``mistral`` language model.
 
-The language model is Mistral. The vision tower is Pixtral's, which takes images of any size. The tower's patches are
-normalized with the eps of the language model, a linear layer merges squares of patches, and a plain MLP projects the
-result to image tokens. In the text, each row of image tokens is followed by a token that marks the end of the row.
-Image tokens attend only to earlier tokens, like text tokens.
+The language model is Mistral. The vision tower is Pixtral's, which takes images of any size. The outputs of the tower
+are normalized with the epsilon of the language model. A linear layer then merges each square of patches, and a plain
+MLP projects the result to an image token. In the text, each row of image tokens is followed by a token that marks the
+end of the row. Image tokens attend only to earlier tokens, like text tokens.
 
-The released files lack ``tie_word_embeddings``, and their head is not tied to the embedding. transformers 5 takes a
-missing key for true, and its loader then unties the head. In this package, a missing key means false.
+The released files lack ``tie_word_embeddings``, and the head in them is not tied to the embedding. transformers 5 reads
+the missing key as true, but then unties the head while it loads the weights. This package reads the missing key as
+false.
 
 A family with another language model derives its classes from `Mistral3Images` and `Mistral3Vision`.
 
@@ -35,7 +36,7 @@ from liger_models.layers.norm import LigerRMSNorm
 
 @dataclass(frozen=True, kw_only=True)
 class Mistral3Vision:
-    """The config fields that a Mistral 3 with images has besides the fields of the language model.
+    """The fields that the config of a Mistral 3 model with images has in addition to the language model's fields.
 
     Raises:
         ValueError: ``spatial_merge_size`` is not positive, or ``vision_feature_layer`` or ``projector_hidden_act`` is
@@ -85,7 +86,7 @@ class Mistral3Tower(PixtralTower):
     def forward(self, pixels: Tensor, sizes: Tensor) -> Tensor:
         """Turn pixels [n, channels, height, width] of images with ``sizes`` [n, 2] into image tokens [N / merge², C].
 
-        In a compiled graph, the result ends with rows for padding.
+        In a compiled graph, the result also has rows for padding, which come last.
         """
         normed = self.norm.add(*self.run_blocks(pixels, sizes))[0]
         # The patches of a square are adjacent. The layer takes their values ordered by channel first, as in the
@@ -96,7 +97,8 @@ class Mistral3Tower(PixtralTower):
 
 
 class Mistral3Images(ImageSizesModel):
-    """The image part of a Mistral 3. A derived class adds the configuration and the blocks of the language model."""
+    """The part of a Mistral 3 model that handles images. A derived class adds the configuration and the blocks of the
+    language model."""
 
     tower_class = Mistral3Tower
     processor_class = PixtralProcessor
@@ -154,7 +156,8 @@ def weight_map(config: Mistral3Config) -> WeightMap:
 
 
 def other_maps(config: Mistral3Config) -> list[WeightMap]:
-    """The weight map of transformers' modules since 4.52. Some versions also wrote these names to checkpoints."""
+    """The weight map for the tensor names of transformers' modules since version 4.52. Some versions of transformers
+    also wrote these names to checkpoints."""
     return [_map(config, MODULES)]
 
 

@@ -4,14 +4,15 @@ Differs from Llama: keys and values are computed from a latent of each token, an
 (`LigerLatentAttention`). Each query is multiplied by ``1 + beta · ln(1 + floor(position / length))``, where ``beta`` is
 ``llama_4_scaling_beta`` and ``length`` is ``original_max_position_embeddings`` of the YaRN scaling. From layer
 ``first_k_dense_replace`` on, the MLP is a mixture of experts plus shared experts. The ``n_shared_experts`` shared
-experts process all tokens; together they are one MLP, whose output is not gated. Experts are scored by the softmax of
-the logits and chosen from the ``topk_group`` best of ``n_group`` groups, where the score of a group is the sum of its
-two best scores. The routing weights are divided by their sum if ``norm_topk_prob`` is set, multiplied by
-``routed_scaling_factor``, and rounded to the dtype of the logits.
+experts process all tokens; together they are one MLP, whose output is not gated. The score of an expert is the softmax
+of its logit. The experts form ``n_group`` groups, and the score of a group is the sum of its two best scores. Experts
+are chosen only from the ``topk_group`` best groups. The routing weights are divided by their sum if ``norm_topk_prob``
+is set, multiplied by ``routed_scaling_factor``, and rounded to the dtype of the logits.
 
-config.json does not say whether YaRN's ``mscale_all_dim`` scales the attention scores. The parameters that Mistral
-publishes next to the weights say no (``apply_scale: false``), but transformers scales the scores. The field
-``scale_by_mscale`` decides: False (the default) follows Mistral's parameters, and True follows transformers.
+config.json does not say whether YaRN's ``mscale_all_dim`` scales the attention scores. In the parameters that Mistral
+publishes next to the weights, this scaling is off (``apply_scale: false``), but transformers applies it. In this
+package, the field ``scale_by_mscale`` decides: False (the default) follows Mistral's parameters, and True follows
+transformers.
 
 ``LigerMistral4.from_pretrained(folder)`` loads the language model of a checkpoint with images (model_type
 ``mistral3``), without the tensors of the vision tower.
@@ -173,7 +174,8 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the query scaling into the rope parameters, and also write the rope type under the older key ``type``.
+    """Move the key of the query scaling into the rope parameters, and also write the rope type under its older key,
+    ``type``.
 
     ``scale_by_mscale``, which transformers does not know, is written only if it is True.
     """
@@ -189,7 +191,8 @@ def weight_map(config: Mistral4Config, **more: Any) -> WeightMap:
 
 
 def other_maps(config: Mistral4Config) -> list[WeightMap]:
-    """Return the weight maps of the layouts with one tensor per expert, and of checkpoints with images."""
+    """Return the weight maps for the other layouts: checkpoints with separate tensors for each expert, and checkpoints
+    with images."""
     whole: list[dict[str, Any]] = [
         {"prefix": "language_model.model", "head": "language_model.lm_head.weight"},
         {"prefix": "model.language_model"},

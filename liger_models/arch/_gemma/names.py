@@ -16,7 +16,8 @@ PER_LAYER = {
 
 
 def attention_entries(config: Any, prefix: str) -> tuple[dict[str, Expression | str], list[str]]:
-    """Return weight-map entries for all layers' attention projections and key norms, and the names of tensors to skip.
+    """Return two results: the weight-map entries for the attention projections and key norms of all layers, and the
+    names of the tensors to skip.
 
     If a layer uses the keys and values of another layer, the checkpoint's tensors for the layer's own keys and values
     are skipped.

@@ -1,8 +1,8 @@
 """The second token embedding of Gemma 3n and of Gemma 4 (E2B, E4B), which gives each block a second input.
 
 `PerLayerInputs` computes the second inputs of all blocks before the first block runs, and `PerLayerBranch` is the part
-of a block that reads the block's second input. If a caller passes embeddings, `find_ids` finds their token ids, because
-the second embedding needs ids.
+of a block that reads the block's second input. The second embedding needs token ids, so if a caller passes embeddings
+instead, `find_ids` finds the ids that belong to them.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ from liger_models.layers.norm import LigerRMSNorm, call_linear
 class PerLayerInputs(Layer):
     """Computes the second inputs of all blocks.
 
-    The second input of a block is ``(e2 + norm(projection(e1))) / sqrt(2)`` for each token, where e1 is the token's
+    For each token, the second input of a block is ``(e2 + norm(projection(e1))) / sqrt(2)``, where e1 is the token's
     embedding, and e2 is the token's second embedding for this block.
 
     Args:
@@ -49,7 +49,8 @@ class PerLayerInputs(Layer):
         return {}
 
     def forward(self, embeds: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Combine embeddings [B, T, C] and second embeddings [B, T, L · P] into L second inputs [B, T, P]."""
+        """Combine embeddings [B, T, C] and second embeddings [B, T, L · P] into the second inputs of the L blocks, each
+        [B, T, P]."""
         width = self.norm.hidden_size
         # [B, T, L, P], normalized over P for each block separately.
         projected = call_linear(self.projection, embeds) * embeds.shape[-1] ** -0.5
@@ -89,7 +90,8 @@ class PerLayerBranch(Layer):
 
 @torch.no_grad()
 def find_ids(embeds: Tensor, embedding: LigerEmbedding) -> Tensor:
-    """Find the token ids [B, T] of embeddings [B, T, C], which must be bitwise identical to rows of the embedding.
+    """Find the token ids [B, T] to which the embeddings [B, T, C] belong. Each embedding must be bitwise identical to a
+    row of the embedding's weight.
 
     Raises:
         ValueError: an embedding does not belong to any token.

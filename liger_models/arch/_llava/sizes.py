@@ -13,7 +13,8 @@ from liger_models.layers.patches import count_torn
 
 
 class ImageSizesModel(ImageTokenModel):
-    """A model that takes images padded to one size, and the size of each image without padding."""
+    """A model that takes images that are padded to one size, together with the size of each image without its
+    padding."""
 
     image_inputs = ("pixel_values", "image_sizes")
     prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values", "image_sizes")
@@ -111,7 +112,8 @@ class ImageSizesModel(ImageTokenModel):
         return self.grids(images).prod(1)
 
     def grids(self, images: tuple[Tensor, ...]) -> Tensor:
-        """Return each image's number of rows and number of contiguous tokens per row, [images, 2] int64."""
+        """For each image, return the number of rows of image tokens and the number of contiguous tokens per row,
+        [images, 2] int64."""
         pixels, *sizes = images
         if sizes:
             return sizes[0] // self.token_side

@@ -24,14 +24,15 @@ class Tiles(NamedTuple):
     right: int
 
     def count(self, base: int) -> int:
-        """Number of image tokens: ``base`` for the whole image, the tiles' tokens, and one token after each row."""
+        """Number of image tokens: ``base`` tokens for the whole image, the tokens of the tiles, and one token at the
+        end of each row."""
         return base + (self.bottom - self.top) * (self.right - self.left + 1)
 
 
 def best_resolution(height: int, width: int, resolutions: Sequence[Sequence[int]]) -> tuple[int, int]:
     """Choose the canvas (height, width) that keeps the most pixels of an image.
 
-    If several canvases keep equally many pixels, choose the canvas with the smallest empty area.
+    If several canvases keep the same number of pixels, choose the one with the smallest empty area.
     """
     best, most, least = (0, 0), -1, 0
     for canvas_height, canvas_width in resolutions:

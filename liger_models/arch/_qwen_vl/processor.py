@@ -441,7 +441,7 @@ class QwenVLProcessor(Processor):
 
     @property
     def media_tokens(self) -> tuple[str, ...]:
-        """See `Processor.media_tokens`. The second token stands for one image token of a video."""
+        """See `Processor.media_tokens`. The second token represents parts of a video."""
         return self.image_token, self.video_token
 
     def written(self, size: MediaSize) -> tuple[str, int]:

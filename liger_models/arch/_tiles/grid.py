@@ -14,7 +14,8 @@ def grids(least: int, most: int) -> list[tuple[int, int]]:
 def choose_grid(size: tuple[int, int], side: int, least: int, most: int) -> tuple[int, int]:
     """Choose the grid of tiles whose aspect ratio is nearest to an image's aspect ratio.
 
-    If several grids are equally near, choose the largest one whose area is less than twice the area of the image.
+    If the aspect ratios of several grids are equally near, choose the largest of these grids whose area is less than
+    twice the area of the image.
 
     Args:
         size: width and height of the image.

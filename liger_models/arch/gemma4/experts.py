@@ -18,7 +18,8 @@ from liger_models.layers.norm import LigerRMSNorm, add_norm_linear
 
 
 class Gemma4Router(Layer):
-    """Chooses experts by the normalized residual stream, and multiplies each routing weight by its expert's factor.
+    """Chooses experts from the logits of the normalized residual stream, and multiplies the routing weight of each
+    expert by the expert's factor.
 
     Args:
         config: sizes and constants.
@@ -44,7 +45,8 @@ class Gemma4Router(Layer):
         return {}
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True, because the forward makes autograd sum the gradient of the experts' factors over the ranks."""
+        """Return True, because the gradients of the experts' factors are already summed over the ranks in the
+        backward."""
         return True
 
     def forward(

@@ -122,7 +122,7 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
         return bool(self.config.use_bidirectional_attention == "vision")
 
     def ids_to_embed(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        """Replace placeholders by the padding token, because the embedding has no rows for placeholders."""
+        """Replace placeholders with the padding token, because the embedding has no rows for placeholders."""
         return input_ids.masked_fill(places | self._refused(input_ids), max(self.config.pad_token_id or 0, 0))
 
     def _refused(self, input_ids: Tensor) -> Tensor:

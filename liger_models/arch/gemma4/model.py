@@ -1,7 +1,7 @@
 """Gemma 4 with images (E2B, E4B, 26B-A4B, 31B): model_type ``gemma4``.
 
-The language model is ``gemma4_text``. In E2B and E4B, the blocks have a second input. The second input of an image
-token is computed from the image token and from the padding token's second embedding.
+The language model is ``gemma4_text``. In E2B and E4B, the blocks have a second input. For an image token, the second
+input is computed from the image token itself and from the second embedding of the padding token.
 
 Source: transformers ``models/gemma4``.
 """

@@ -2,9 +2,9 @@
 
 Images keep their aspect ratio. A patch has a learned position for its column and another one for its row, and queries
 and keys are rotated by column and row. Blocks have norms before and after attention and MLP; queries, keys and values
-are also normalized. In E2B and E4B, the inputs and outputs of linear layers are clipped. The output of the blocks is
-averaged over squares of patches, multiplied by sqrt(C), standardized (only in 26B-A4B and 31B), normalized and
-projected.
+are also normalized. In E2B and E4B, the inputs and outputs of linear layers are clipped. The outputs of the last block
+are averaged over squares of patches and multiplied by sqrt(C). In 26B-A4B and 31B, the means are then standardized. A
+norm and a projection follow.
 
 Source: transformers ``models/gemma4``.
 """
@@ -211,7 +211,7 @@ class Standardize(Layer):
         self.bias, self.scale = (nn.Parameter(torch.empty(width), requires_grad=False) for _ in range(2))
 
     def draw(self, std: float) -> bool:
-        """Set bias to 0 and scale to 1, so that a new model changes nothing."""
+        """Set bias to 0 and scale to 1, so that standardization has no effect in a new model."""
         nn.init.zeros_(self.bias)
         nn.init.ones_(self.scale)
         return True
@@ -279,7 +279,8 @@ class Gemma4Tower(nn.Module):
         return projected.flatten(0, 1)[padding.flatten().int().argsort(stable=True)]
 
     def _pooled(self, seen: Tensor, coordinates: Tensor, valid: Tensor) -> Tensor:
-        """Return the means over squares of patches, multiplied by sqrt(C), in fp32 because fp16 might overflow."""
+        """Return the mean over each square of patches, multiplied by sqrt(C). The result is fp32, because fp16 might
+        overflow."""
         (column, row), tokens = coordinates.unbind(-1), coordinates.shape[1] // self.pool**2
         # Number of squares in a row of the image, [n, 1]; padding has column 0.
         across = column.amax(1, keepdim=True) // self.pool + 1

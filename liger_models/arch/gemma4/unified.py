@@ -1,8 +1,8 @@
 """Gemma 4 Unified with images (12B): model_type ``gemma4_unified``.
 
-The language model is ``gemma4_unified_text``. There is no vision tower: the pixels of a large patch are normalized and
-projected, the learned positions of the patch's column and row are added, and the sum is normalized and projected to an
-image token.
+The language model is ``gemma4_unified_text``. There is no vision tower. Instead, the pixels of a large patch are
+normalized and projected, and the learned positions of the patch's column and row are added. The sum is normalized and
+projected to an image token.
 
 Source: transformers ``models/gemma4_unified``.
 """

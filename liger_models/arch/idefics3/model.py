@@ -1,8 +1,8 @@
 """Idefics3 (8B) and SmolVLM (256M, 500M, 2.2B): model_type ``idefics3``. SmolVLM2 has model_type ``smolvlm``.
 
 ``idefics3`` and ``smolvlm`` are two model types with the same architecture. The language model is Llama. An image is
-cut into square tiles, and a small copy of the whole image is added. The vision tower is SigLIP; each square of
-``scale_factor`` x ``scale_factor`` patches is concatenated and projected to one token.
+cut into square tiles, and a small copy of the whole image is added. The vision tower is SigLIP; the features of each
+square of ``scale_factor`` x ``scale_factor`` patches are concatenated and projected to one image token.
 
 transformers takes every tile whose pixels are all exactly 0 for padding and removes it, so an image of a single color
 can vanish. In this package, ``pixel_attention_mask`` decides which tiles are padding. Only without this mask does a

@@ -1,8 +1,9 @@
 """LFM2 350M to 2.6B, LFM2.5 1.2B: model_type ``lfm2``.
 
 Most layers have a gated short convolution, and the others have attention with norms of queries and keys; see
-`liger_models.arch.lfm2.block`. The MLP is the same as in Llama. Its width is two thirds of ``intermediate_size``,
-rounded up to a multiple of ``block_multiple_of``, unless ``block_auto_adjust_ff_dim`` is false.
+`liger_models.arch.lfm2.block`. The MLP is the same as in Llama. If ``block_auto_adjust_ff_dim`` is set, the width of
+the MLP is two thirds of ``intermediate_size``, rounded up to a multiple of ``block_multiple_of``; otherwise, the width
+is ``intermediate_size``.
 
 With ``conv_bias``, which no released checkpoint has, padding is handled differently from transformers: for padding
 tokens, the bias of the projection does not enter the convolution.

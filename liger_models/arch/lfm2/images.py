@@ -1,9 +1,9 @@
 """LFM2-VL and LFM2.5-VL (450M to 3B): model_type ``lfm2_vl``.
 
-The language model is LFM2. A large image is cut into tiles, and a small copy of the whole image is added; a small image
-is one tile of any size. The vision tower is SigLIP 2, whose learned positions are resampled to each tile. Each square
-of ``downsample_factor`` x ``downsample_factor`` patches is concatenated, normalized, and projected to one image token
-by a plain MLP.
+The language model is LFM2. A large image is cut into tiles, and a small copy of the whole image is added as one more
+tile. A small image is a single tile, which may have any size. The vision tower is SigLIP 2, whose learned positions are
+resampled to each tile. The features of each square of ``downsample_factor`` x ``downsample_factor`` patches are
+concatenated and normalized, and a plain MLP projects them to one image token.
 
 Source: https://arxiv.org/abs/2511.23404, transformers ``models/lfm2_vl``.
 """
@@ -191,7 +191,7 @@ def weight_map(config: Lfm2VlConfig) -> WeightMap:
 
 
 def other_maps(config: Lfm2VlConfig) -> list[WeightMap]:
-    """The weight map of transformers 5's modules, in which the names of the tower have one level fewer."""
+    """The weight map for the tensor names of transformers 5's modules, where the tower's names have one level fewer."""
     return [_map(config, "model.vision_tower")]
 
 

@@ -1,7 +1,7 @@
 """The processor of LFM2-VL, which turns text and images into model inputs.
 
 Pillow resizes the images, as in the other families. In transformers, torchvision resizes them. Some pixel values
-therefore differ by one of 256 levels.
+therefore differ from those of transformers by one of 256 levels.
 
 Source: transformers ``image_processing_lfm2_vl.py``, ``processing_lfm2_vl.py``.
 """
@@ -52,7 +52,7 @@ class Grid(NamedTuple):
 
 
 class Lfm2VlImages(ImageConverter):
-    """Resizes a small image to whole image tokens; cuts a large one into tiles, and adds a small copy of the image.
+    """Resizes a small image to whole image tokens. Cuts a large image into tiles, and adds a small copy of the image.
 
     Args:
         settings: the content of preprocessor_config.json.
@@ -150,7 +150,7 @@ class Lfm2VlImages(ImageConverter):
         return Grid(*choose_grid(size, self.tile, self.min_tiles, self.max_tiles), rows, columns)
 
     def tokens(self, grid: Grid) -> list[int]:
-        """Return the number of image tokens of each tile, row by row, and then of the whole image."""
+        """Return a list with the number of image tokens of each tile, row by row, and of the whole image at the end."""
         whole = grid.height * grid.width // self.side**2
         if grid.columns * grid.rows == 1:
             return [whole]

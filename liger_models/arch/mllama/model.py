@@ -78,7 +78,8 @@ class MllamaCrossBlock(Layer):
         self.mlp_gate = nn.Parameter(torch.empty(1))
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Replicate the gates. Each rank computes their gradients over all tokens."""
+        """Replicate the gates. If the ranks have different tokens, the gradients of the gates are summed over the
+        ranks."""
         self.groups = replace(self.groups, tensor=group)
         return {}
 

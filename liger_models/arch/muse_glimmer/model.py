@@ -1,12 +1,12 @@
 """Muse Glimmer (30B) with images and videos: model_type ``muse_glimmer``.
 
-The language model differs from Llama: each branch has a norm before it and a norm after it. These norms multiply by 1 +
-weight, and the norms after branches have their own epsilon. Each head of q and k is normalized without a weight, and q
-is multiplied by ``qk_scale_factor``; this package multiplies the scale of the scores by this factor instead. The output
-of attention is multiplied by the sigmoid of a gate before the output projection. Every fourth layer, counted from the
-last one, attends to all tokens and has no rotation; the others attend to the last ``sliding_window`` tokens. Token
-embeddings are normalized without a weight; ``inputs_embeds`` that the caller passes are not normalized. Logits are
-multiplied by ``output_multiplier`` and capped.
+The language model differs from Llama: each branch has a norm before it and a norm after it. The norms of the branches
+multiply by 1 + weight. The norms after the branches have a separate epsilon. Each head of q and k is normalized without
+a weight, and q is multiplied by ``qk_scale_factor``. Instead of q, this package multiplies the scale of the attention
+scores by this factor. The output of attention is multiplied by the sigmoid of a gate before the output projection.
+Every fourth layer, counted back from the last layer, attends to all tokens and does not rotate q and k. The other
+layers attend only to the last ``sliding_window`` tokens. Token embeddings are normalized without a weight;
+``inputs_embeds`` that the caller passes are not normalized. Logits are multiplied by ``output_multiplier`` and capped.
 
 The vision tower has LayerNorms, biases, learned positions that are interpolated to the grid of the image, and rotation
 by column and row. Most of its layers attend within windows of patches. Image tokens are ordinary tokens of the text:
@@ -111,7 +111,7 @@ class MuseGlimmerConfig(RMSNormDecoderConfig):
 
 
 class MuseGlimmerEmbedding(LigerEmbedding):
-    """A token embedding whose rows are normalized, without a weight, after the lookup.
+    """A token embedding that normalizes the rows after the lookup, without a weight.
 
     Args:
         config: sizes and constants.
@@ -179,7 +179,8 @@ class LigerMuseGlimmer(GridImageModel):
         )  # fmt: skip
 
     def ids_to_embed(self, input_ids: Tensor) -> Tensor:
-        """Return the ids, with 0 in place of all placeholders, including generated placeholders."""
+        """Return the ids, with every placeholder replaced by 0. This includes placeholders that the model has
+        generated."""
         media = (input_ids == self.config.image_token_id) | (input_ids == self.config.video_token_id)
         return input_ids.masked_fill(media, 0)
 

@@ -47,7 +47,8 @@ frame."""
 
 
 def token_grid(height: int, width: int, side: int, most: int) -> tuple[int, int]:
-    """Choose numbers of rows and columns of image tokens whose ratio is closest to the image's aspect ratio.
+    """Choose the numbers of rows and columns of image tokens so that their ratio is closest to the image's aspect
+    ratio.
 
     Args:
         height, width: size of the image in pixels.
@@ -100,13 +101,14 @@ class MuseGlimmerImages:
         return f"MuseGlimmerImages(kind={self.kind!r}, max_tokens={self.max_tokens}, patch={self.patch})"
 
     def tokens(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return the number of rows and columns of tokens of an image or a frame of the given width and height."""
+        """Return the numbers of rows and columns of tokens for an image or a video frame of the given width and
+        height."""
         return token_grid(size[1], size[0], self.patch * self.merge, self.max_tokens)
 
     def __call__(self, frames: "Sequence[Source]") -> tuple[Tensor, Tensor]:
         """Cut an image, or the frames of a video, into patches.
 
-        A patch spans several frames. The last frame is repeated if there are too few frames.
+        A patch spans several frames. If the frames do not fill the last patches, the last frame is repeated.
 
         Args:
             frames: the frames of a video (all of one size) or a single image, given as PIL images or anything that
@@ -261,7 +263,7 @@ class MuseGlimmerProcessor(Processor):
         return self.image, self.video
 
     def written(self, size: MediaSize) -> tuple[str, int]:
-        """See `Processor.written`. The tokens of each video frame follow the frame's time."""
+        """See `Processor.written`. In a video, each frame's time comes before the frame's tokens."""
         begin, end, video_begin, between, video_end = AROUND
         if size.frames is None:
             count = math.prod(self.images.tokens((size.width, size.height)))

@@ -103,7 +103,8 @@ class MuseGlimmerTower(nn.Module):
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Turn patches [N, values] of images with grids ``grid_thw`` [n, 3] into image tokens [N / merge², C].
 
-        The patches of a frame are ordered by row. The second result, the list of DeepStack features, is empty.
+        The patches of a frame are ordered by row. The second result is an empty list, because the tower has no
+        DeepStack features.
         """
         # Embedded patches with their learned positions, [N, C].
         patches = locate_patches(grid_thw, len(pixels), 1)

@@ -31,7 +31,8 @@ def mtp_format(config: HybridConfig) -> MTPFormat:
 
 
 def _by_head(parts: Sequence[Expression | str], sizes: Sequence[int], heads: int) -> Expression:
-    """Join parts such that the rows of each head are adjacent; ``sizes`` has each part's number of rows per head."""
+    """Concatenate parts so that the rows of each head are adjacent; ``sizes`` has each part's number of rows per
+    head."""
     groups = [Rearrange("(g n) ... -> g n ...", part, g=heads) for part in parts]
     return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=heads)
 
