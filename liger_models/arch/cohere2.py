@@ -1,9 +1,9 @@
 """Command R7B and Command A: all checkpoints with model_type ``cohere2``.
 
 Differs from Llama: attention and MLP run in parallel on the output of one norm. The norms are LayerNorms without bias.
-Three of every four layers attend only to the last ``sliding_window`` tokens and rotate q and k in pairs (2i, 2i + 1),
-while every fourth layer attends to all tokens and does not rotate q and k. Logits are multiplied by ``logit_scale``.
-The head is tied to the embedding by default.
+Three of every four layers attend only to the last ``sliding_window`` tokens, and rotate the dimensions of q and k in
+pairs (2i, 2i + 1). Every fourth layer attends to all tokens and does not rotate q and k. Logits are multiplied by
+``logit_scale``. The head is tied to the embedding by default.
 
 Source: https://arxiv.org/abs/2504.00698, https://arxiv.org/abs/2501.18795 (layers without rotation), transformers
 ``models/cohere2``.

@@ -1,6 +1,6 @@
 """Gemma 1 and 1.1, CodeGemma: model_type ``gemma``.
 
-Differs from Llama: embeddings are multiplied by sqrt(hidden_size), and this factor is first rounded to the dtype of the
+Differs from Llama: embeddings are multiplied by a constant, which is sqrt(hidden_size) rounded to the dtype of the
 weights. Norms multiply by 1 + weight in fp32. The MLP's activation is tanh-approximated GELU. The head is tied to the
 embedding.
 

@@ -1,11 +1,11 @@
 """Gemma 2: model_type ``gemma2``.
 
 Differs from Llama: attention and the MLP have a norm before and a norm after them, and norms multiply by 1 + weight in
-fp32. Even layers attend only to the last ``sliding_window`` tokens. An attention score ``s`` becomes ``c · tanh(s /
-c)``, where ``c`` is ``attn_logit_softcapping``. Logits are capped in the same way, with ``final_logit_softcapping`` as
-``c``. Scores are divided by sqrt(``query_pre_attn_scalar``) instead of sqrt(head dimension). Embeddings are multiplied
-by sqrt(hidden_size), and this factor is first rounded to the dtype of the weights. The MLP's activation is
-tanh-approximated GELU. The head is tied to the embedding.
+fp32. Layers with an even index attend only to the last ``sliding_window`` tokens. An attention score ``s`` becomes ``c
+· tanh(s / c)``, where ``c`` is ``attn_logit_softcapping``. Logits are capped in the same way, with
+``final_logit_softcapping`` as ``c``. Scores are divided by sqrt(``query_pre_attn_scalar``) instead of sqrt(head
+dimension). Embeddings are multiplied by a constant, which is sqrt(hidden_size) rounded to the dtype of the weights. The
+MLP's activation is tanh-approximated GELU. The head is tied to the embedding.
 
 Source: https://arxiv.org/abs/2408.00118, transformers ``models/gemma2``.
 """

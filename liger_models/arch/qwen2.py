@@ -2,8 +2,8 @@
 
 Differs from Llama: the q, k and v projections always have biases, and the output projection never has one. If
 ``use_sliding_window`` is set, the layers from ``max_window_layers`` on attend only to the last ``sliding_window``
-tokens. If ``layer_types`` is given, it selects the layers with a window instead. No released checkpoint uses the
-window.
+tokens. If ``layer_types`` is given, this list selects the layers with an attention window instead. No released
+checkpoint uses the window.
 
 Source: https://arxiv.org/abs/2407.10671, https://arxiv.org/abs/2412.15115, transformers ``models/qwen2``.
 """

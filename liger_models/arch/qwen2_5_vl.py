@@ -1,9 +1,9 @@
 """Qwen2.5-VL, olmOCR 0725, UI-TARS 1.5: model_type ``qwen2_5_vl``.
 
-Differs from Qwen2-VL in the vision tower: blocks have RMSNorm and a gated MLP with biases, and attention is limited to
-windows except in a few layers, which attend within the whole frame. Patches are sorted by window once, before the
-blocks, and image tokens are put back into their original order after the merger. The temporal position of a video frame
-is proportional to its time in seconds.
+Differs from Qwen2-VL in the vision tower: blocks have RMSNorm and a gated MLP with biases. In most layers, patches
+attend only within windows; in the other layers, patches attend within the whole frame. Before the first block, patches
+are sorted by window. After the merger, image tokens are put back into their original order. The temporal position of a
+video frame is proportional to its time in seconds.
 
 Source: https://arxiv.org/abs/2502.13923, transformers ``models/qwen2_5_vl``.
 """
@@ -94,7 +94,7 @@ class Qwen2_5VLTower(QwenTower):
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Turn patches [N, values] of images with grids ``grid_thw`` [n, 3] into image tokens [N / merge², C].
 
-        The second result, the list of DeepStack features, is empty.
+        The second result is an empty list, because the tower has no DeepStack features.
         """
         # Sort the patches by window, so that each window is one segment. The patches of a token stay together.
         unit = self.merge**2
@@ -128,7 +128,8 @@ def weight_map(config: Qwen2_5VLConfig) -> WeightMap:
 
 
 def other_maps(config: Qwen2_5VLConfig) -> list[WeightMap]:
-    """The weight map of transformers' modules since 4.52. Some versions also wrote these names to checkpoints."""
+    """The weight map for the tensor names of transformers' modules since version 4.52. Some versions of transformers
+    also wrote these names to checkpoints."""
     return [_map(config, "model.language_model", "model.visual")]
 
 

@@ -1,9 +1,9 @@
 """Qwen2-VL, QVQ, olmOCR 0225: model_type ``qwen2_vl``.
 
 The language model is Qwen2 with positions in time, height and width. Each of these three coordinates has its own
-section of the rotary frequencies. The vision tower has pre-norm blocks with LayerNorm and a plain MLP. Its attention is
-limited to each frame and rotates queries and keys by row and column. A patch spans two frames, and a square of two by
-two patches becomes one image token.
+section of the rotary frequencies. The vision tower has pre-norm blocks with LayerNorm and a plain MLP. In the tower,
+patches attend only to patches of the same frame, and queries and keys are rotated by row and column. A patch spans two
+frames, and a square of two by two patches becomes one image token.
 
 Source: https://arxiv.org/abs/2409.12191, transformers ``models/qwen2_vl``.
 """
@@ -28,7 +28,8 @@ from liger_models.layers.patches import locate_patches
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2VLVisionConfig:
-    """Sizes of the vision tower; ``embed_dim`` is its width, and ``hidden_size`` is the width of the language model.
+    """Sizes of the vision tower; ``embed_dim`` is the width of the tower, and ``hidden_size`` is the width of the
+    language model.
 
     Raises:
         ValueError: the width is not a multiple of the number of heads, or the activation is not supported.
@@ -79,7 +80,7 @@ class Qwen2VLTower(QwenTower):
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Turn patches [N, values] of images with grids ``grid_thw`` [n, 3] into image tokens [N / merge², C].
 
-        The second result, the list of DeepStack features, is empty.
+        The second result is an empty list, because the tower has no DeepStack features.
         """
         patches = locate_patches(grid_thw, len(pixels), self.merge)
         # Patches of a frame attend to each other. All images form one row: [1, N, C].
@@ -104,7 +105,8 @@ def weight_map(config: Qwen2VLConfig) -> WeightMap:
 
 
 def other_maps(config: Qwen2VLConfig) -> list[WeightMap]:
-    """The weight map of transformers' modules since 4.52. Some versions also wrote these names to checkpoints."""
+    """The weight map for the tensor names of transformers' modules since version 4.52. Some versions of transformers
+    also wrote these names to checkpoints."""
     return [_map(config, "model.language_model", "model.visual")]
 
 

@@ -1,9 +1,9 @@
 """The vision tower of GLM-4.1V and GLM-4.5V, which turns patches into image tokens.
 
-Differs from the tower of Qwen2-VL: patches are normalized after the embedding, which has a bias. In addition to the
-rotation, patches have learned positions, which are interpolated bicubically to the grid of the image. Blocks have
-RMSNorm and a gated MLP, whose width is ``out_hidden_size``. A projection merges squares of two by two patches, and a
-gated MLP of width ``intermediate_size`` follows.
+Differs from the tower of Qwen2-VL: patches are normalized after the embedding, which has a bias. Patches have learned
+positions, interpolated bicubically to the grid of the image, in addition to the rotation. Blocks have RMSNorm and a
+gated MLP, whose width is ``out_hidden_size``. A projection merges squares of two by two patches, and a gated MLP of
+width ``intermediate_size`` follows.
 
 Source: https://arxiv.org/abs/2507.01006, transformers ``models/glm4v``.
 """
@@ -140,7 +140,7 @@ class Glm4vTower(QwenTower):
     def forward(self, pixels: Tensor, grid_thw: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Turn patches [N, values] of images with grids ``grid_thw`` [n, 3] into image tokens [N / merge², C].
 
-        The second result, the list of DeepStack features, is empty.
+        The second result is an empty list, because the tower has no DeepStack features.
         """
         # Embedded patches with their learned positions, [1, N, C]. Patches of a frame attend to each other.
         patches = locate_patches(grid_thw, len(pixels), self.merge)

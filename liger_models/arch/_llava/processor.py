@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 
 def side_of(settings: Mapping[str, Any], key: str, *names: str) -> int | None:
-    """Read a size from preprocessor_config.json. The size is a number, or a mapping with some of ``names`` as keys.
-
+    """Read a size from preprocessor_config.json. The size is a number, or a mapping whose keys are some of ``names``.
     The result is None if the size is missing, or if the values under these keys differ.
     """
     value = settings.get(key)
@@ -106,8 +105,8 @@ class LlavaProcessor(ImageProcessor):
     def of(cls, model: CausalLM) -> Any:
         """Build a model's processor from its checkpoint's settings. For Pixtral's tower, it is a `PixtralProcessor`.
 
-        The number of tokens per image follows from the model; the copy of this number in the processor's files is not
-        read.
+        The number of tokens per image follows from the model. The processor's files have a copy of this number, which
+        is not read.
 
         Raises:
             ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholder, or the

@@ -85,8 +85,8 @@ def clip_entries(vision: Any, layers: int, theirs: str) -> dict[str, Expression 
 
 
 def block_entries(ours: str, theirs: str, vision: Any) -> dict[str, Expression | str]:
-    """Return weight-map entries of a CLIP or SigLIP block, which is named ``ours`` in this package and ``theirs`` in
-    files."""
+    """Return the weight-map entries of a CLIP or SigLIP block; ``ours`` is the block's name in this package, and
+    ``theirs`` its name in files."""
     entries: dict[str, Expression | str] = {}
     for k in ("weight", "bias"):
         rows = tower_rows(f"{theirs}.self_attn", k, vision.num_attention_heads, vision.hidden_size)

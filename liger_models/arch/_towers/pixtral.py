@@ -64,7 +64,8 @@ class PixtralRotaryEmbedding(RotaryEmbedding):
     """
 
     def forward(self, position_ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each [B, N, width / 2] fp32; ``position_ids`` [2, B, N] int64 holds rows and columns."""
+        """Return cos and sin, each [B, N, width / 2] fp32; ``position_ids`` [2, B, N] int64 holds the rows and the
+        columns of patches."""
         cos, sin = super().forward(position_ids)  # [2, B, N, width / 2]
         row, column = slice(0, None, 2), slice(1, None, 2)
         cos, sin = (torch.cat([table[0][..., row], table[1][..., column]], -1) for table in (cos, sin))

@@ -4,7 +4,8 @@ The language model has the architecture of DeepSeek V3. The vision tower is not 
 host memory and saved unchanged, and images are refused. The released checkpoint stores routed experts in INT4 with
 groups of 32 values. This format cannot be read, so decompress the checkpoint to bfloat16 first.
 
-In the language model's tensor names, transformers 5 writes ``blocks`` instead of ``layers``. Both names are read.
+In the tensor names of the language model, transformers 5 writes ``blocks`` instead of ``layers``. Checkpoints with
+either name can be read.
 
 Source: https://huggingface.co/moonshotai/Kimi-K2.5, transformers ``models/kimi_k25``.
 """

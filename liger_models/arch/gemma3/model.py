@@ -1,8 +1,8 @@
 """Gemma 3 with images (4B, 12B, 27B) and MedGemma: model_type ``gemma3``.
 
 The language model is ``gemma3_text``, except that the tokens of an image attend to each other in both directions. The
-vision tower is SigLIP: all images have one size, positions are learned, blocks are pre-norm with LayerNorm and biases,
-and there is no rotary embedding. The tower's output is averaged over squares of patches, normalized and projected.
+vision tower is SigLIP, which has learned positions and takes images of one size. Its blocks are pre-norm with LayerNorm
+and biases, and nothing is rotated. The tower's output is averaged over squares of patches, normalized and projected.
 
 Source: https://arxiv.org/abs/2503.19786, https://arxiv.org/abs/2303.15343, transformers ``models/gemma3``.
 """
@@ -36,8 +36,8 @@ class LigerGemma3(EqualImageModel, Gemma3Decoder):
     def forward(self, input_ids: Tensor | None = None, *, token_type_ids: Any = None, **options: Any) -> CausalLMOutput:
         """See `EqualImageModel.forward`.
 
-        ``token_type_ids`` [B, T], which are 1 at image tokens, are read only with ``inputs_embeds``. Otherwise the
-        placeholders in ``input_ids`` show where the images are.
+        If ``inputs_embeds`` are given, ``token_type_ids`` [B, T] must be 1 at image tokens. Otherwise
+        ``token_type_ids`` are not read, and the placeholders in ``input_ids`` show where the images are.
         """
         return super().forward(input_ids, types=token_type_ids, **options)
 

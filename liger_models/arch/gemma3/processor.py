@@ -28,7 +28,7 @@ BILINEAR = 2
 
 
 def pan_and_scan(size: tuple[int, int], least: int, most: int, ratio: float) -> list[tuple[int, int, int, int]]:
-    """Split an elongated image into pieces, from left to right or from top to bottom, and return their borders.
+    """Split an elongated image into pieces, from left to right or from top to bottom. Return the borders of the pieces.
 
     Args:
         size: width and height of the image.
@@ -58,7 +58,8 @@ def pan_and_scan(size: tuple[int, int], least: int, most: int, ratio: float) -> 
 
 
 class Gemma3Images(ImageConverter):
-    """Resizes images to one size. With ``do_pan_and_scan``, crops of elongated images are added and also resized.
+    """Resizes images to one size. With ``do_pan_and_scan``, crops of elongated images are added, and the crops are
+    resized too.
 
     Args:
         settings: the content of preprocessor_config.json.

@@ -1,11 +1,11 @@
 """Gemma 3 text models (270M, 1B): model_type ``gemma3_text``.
 
-Differs from Llama: attention and the MLP have a norm before and a norm after them, each head of q and k is normalized
-before the rotation, and all norms multiply by 1 + weight in fp32. Five of every six layers attend only to the last
-``sliding_window`` tokens, and these layers use ``rope_local_base_freq`` as rotary base and no rope scaling. Scores are
-divided by sqrt(``query_pre_attn_scalar``) instead of sqrt(head dimension). Embeddings are multiplied by
-sqrt(hidden_size), and this factor is first rounded to the dtype of the weights. The MLP's activation is
-tanh-approximated GELU. The head is tied to the embedding.
+Differs from Llama: attention and the MLP have a norm before and a norm after them. Each head of q and k is normalized
+before the rotation. All norms multiply by 1 + weight in fp32. Five of every six layers attend only to the last
+``sliding_window`` tokens; their rotary base is ``rope_local_base_freq``, without rope scaling. Scores are divided by
+sqrt(``query_pre_attn_scalar``) instead of sqrt(head dimension). Embeddings are multiplied by a constant, which is
+sqrt(hidden_size) rounded to the dtype of the weights. The MLP's activation is tanh-approximated GELU. The head is tied
+to the embedding.
 
 Source: https://arxiv.org/abs/2503.19786, transformers ``models/gemma3``.
 """
@@ -119,7 +119,8 @@ NORMS = ("self_attn.q_norm", "self_attn.k_norm", *SANDWICH_NORMS)
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the activation from ``hidden_activation``, and transformers 5's ``rope_parameters`` per layer type."""
+    """Read the activation from ``hidden_activation``, and the ``rope_parameters`` of each layer type, which
+    transformers 5 writes."""
     flat = flat_rope(hf, Gemma3TextConfig.rope_theta)
     return flat | {"hidden_act": flat.pop("hidden_activation", None)}
 

@@ -292,7 +292,8 @@ BLOCK = {
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the activation from ``hidden_activation``, and transformers 5's ``rope_parameters`` per layer type."""
+    """Read the activation from ``hidden_activation``, and the ``rope_parameters`` of each layer type, which
+    transformers 5 writes."""
     flat = flat_rope(hf, Gemma3nTextConfig.rope_theta)
     return flat | {"hidden_act": flat.pop("hidden_activation", None)}
 

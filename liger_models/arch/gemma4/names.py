@@ -16,7 +16,8 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``hidden_activation``, ``rope_parameters`` of each layer type, and ``per_layer_config`` of transformers 5.
+    """Read ``hidden_activation``, the ``rope_parameters`` of each layer type, and the ``per_layer_config`` that
+    transformers 5 writes.
 
     Raises:
         ValueError: a rope type is not supported, or layers of the same type have different sizes.

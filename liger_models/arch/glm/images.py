@@ -3,8 +3,8 @@
 The language model is GLM-4-0414 with positions in time, height and width. Each of these three coordinates has its own
 section of the rotary frequencies. The projections of q, k and v always have biases, and the head dimension is
 ``hidden_size`` divided by the number of heads. If ``partial_rotary_factor`` is missing, the whole head is rotated, and
-``mrope_section`` must cover it. In the text, each frame of a video is written like an image and followed by its time in
-seconds.
+``mrope_section`` must cover the whole head. In the text, each frame of a video is written like an image and followed by
+its time in seconds.
 
 Source: https://arxiv.org/abs/2507.01006, transformers ``models/glm4v``.
 """

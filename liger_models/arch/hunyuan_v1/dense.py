@@ -1,8 +1,8 @@
 """Hunyuan 0.5B, 1.8B, 4B, 7B and Hunyuan-MT: model_type ``hunyuan_v1_dense``.
 
-Differs from Llama: each head of q and k is normalized by an RMSNorm after the rotation. If rope scaling has type
-"dynamic" and a key ``alpha``, the base of the frequencies is multiplied by a fixed factor that does not depend on the
-length of the sequence.
+Differs from Llama: each head of q and k is normalized by an RMSNorm after the rotation. If the rope scaling has the
+type "dynamic" and a key ``alpha``, the base of the rotary frequencies is multiplied by a constant, whatever the length
+of the sequence.
 
 Source: https://github.com/Tencent-Hunyuan/Hunyuan-7B, transformers ``models/hunyuan_v1_dense``.
 """
@@ -67,12 +67,13 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """If rope scaling has type "dynamic" and a key ``alpha``, change the type to "ntk_alpha"."""
+    """If the rope scaling has the type "dynamic" and a key ``alpha``, change its type to "ntk_alpha"."""
     return _retyped(hf, "dynamic", {"rope_type": "ntk_alpha"})
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`. The type is also written under ``type``, the key in released files."""
+    """The inverse of `from_json`. The type of the rope scaling is also written under ``type``, which is its key in
+    released files."""
     return _retyped(keys, "ntk_alpha", {"type": "dynamic", "rope_type": "dynamic"})
 
 

@@ -108,7 +108,8 @@ class Idefics3Model(TileModel):
     def image_features(  # type: ignore[override]
         self, pixel_values: Tensor, pixel_attention_mask: Tensor | None = None
     ) -> Tensor | tuple[Tensor, ...]:
-        """Return image tokens [tiles, tokens, C], or, for pixels [B, M, ...], one tensor [tokens, C] for each row."""
+        """Return the image tokens [tiles, tokens, C]. For pixels [B, M, ...], return one tensor [tokens, C] for each
+        row instead."""
         tiles = self._tiles(pixel_values, pixel_attention_mask)
         assert tiles is not None
         tokens: Tensor = self.visual(tiles).unflatten(0, (len(tiles), -1))

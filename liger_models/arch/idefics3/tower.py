@@ -80,8 +80,8 @@ class Idefics3Tower(SiglipTower):
     def positions(self, rows: int) -> Tensor:
         """See `SiglipTower.positions`.
 
-        As in transformers, each side of the tile is divided into as many buckets as the square grid of learned
-        positions has rows.
+        As in transformers, patches are assigned to learned positions by buckets: the learned positions form a square
+        grid, and each side of a tile is split into as many buckets as this grid has rows.
         """
         table = local(self.pos_embed.weight)
         boundaries = torch.arange(1 / self.side, 1.0, 1 / self.side, device=table.device)

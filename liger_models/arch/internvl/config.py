@@ -152,7 +152,8 @@ class InternVLConfig(RMSNormDecoderConfig):
 
     @property
     def projection_biases(self) -> tuple[bool, bool]:
-        """Whether the projections to q, k and v have biases, and whether the output projection has a bias."""
+        """Two results: whether the projections to q, k and v have biases, and whether the output projection has a
+        bias."""
         return (True, False) if self.text_type == "qwen2" else (self.attention_bias, self.attention_bias)
 
     def window(self, layer: int) -> int | None:

@@ -2,9 +2,9 @@
 
 The language model is Qwen2.5 (InternVL 3), Qwen3 or Qwen3-MoE (3.5), depending on ``text_config.model_type``. An image
 is cut into up to 12 square tiles, and a small copy of the whole image is added. The vision tower, InternViT, has
-learned positions, a class token, and a learned scale for each branch of a block; the class token is dropped, and each
-square of 2 x 2 patches becomes one image token. Repositories without "-hf", whose ``model_type`` is ``internvl_chat``,
-have another format.
+learned positions, a class token, and a learned scale for each branch of a block. After the blocks, the class token is
+dropped, and each square of 2 x 2 patches becomes one image token. Repositories without "-hf", whose ``model_type`` is
+``internvl_chat``, have another format.
 
 Source: https://arxiv.org/abs/2504.10479, https://arxiv.org/abs/2508.18265, transformers ``models/internvl``.
 """

@@ -71,8 +71,8 @@ def weight_map(config: InternVLConfig) -> WeightMap:
 def other_maps(config: InternVLConfig) -> list[WeightMap]:
     """Return the other layouts of tensor names that can be read.
 
-    These layouts use the names of transformers 5's modules, or store each projection of all experts in one tensor, or
-    both.
+    They differ from the layout of `weight_map` in one or both of two ways: the names are those of transformers 5's
+    modules, or one tensor holds a projection of all experts.
     """
     files, modules = ("language_model.model", "", "language_model.lm_head.weight"), (
         "model.language_model", "model.", "lm_head.weight",

@@ -64,7 +64,7 @@ class InternVLImages(ImageConverter):
         return {"min_patches": self.min_patches, "max_patches": self.max_patches}
 
     def grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return the number of columns and rows of tiles for an image with the given width and height."""
+        """Return the numbers of columns and rows of tiles for an image of the given width and height."""
         if self.max_patches <= 1:
             return 1, 1
         return choose_grid(size, self.side, self.min_patches, self.max_patches)

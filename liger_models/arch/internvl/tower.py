@@ -1,7 +1,8 @@
 """The vision tower of InternVL, InternViT, which turns tiles into image tokens.
 
 Blocks scale the results of attention and MLP by learned vectors before the results are added to the residual stream. A
-class token takes part in attention and is then dropped. Squares of patches are concatenated, normalized and projected.
+class token takes part in attention and is then dropped. The features of each square of patches are concatenated,
+normalized and projected to an image token.
 """
 
 from collections.abc import Callable

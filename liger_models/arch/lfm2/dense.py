@@ -2,8 +2,8 @@
 
 Most layers have a gated short convolution, and the others have attention with norms of queries and keys; see
 `liger_models.arch.lfm2.block`. The MLP is the same as in Llama. If ``block_auto_adjust_ff_dim`` is set, the width of
-the MLP is two thirds of ``intermediate_size``, rounded up to a multiple of ``block_multiple_of``; otherwise, the width
-is ``intermediate_size``.
+the MLP is two thirds of ``intermediate_size``, multiplied by ``block_ffn_dim_multiplier`` and rounded up to a multiple
+of ``block_multiple_of``. Otherwise, the width is ``intermediate_size``.
 
 With ``conv_bias``, which no released checkpoint has, padding is handled differently from transformers: for padding
 tokens, the bias of the projection does not enter the convolution.

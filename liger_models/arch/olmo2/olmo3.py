@@ -61,7 +61,7 @@ class LigerOlmo3(LigerOlmo2):
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``rope_parameters`` per layer type, as written by transformers 5.
+    """Read the ``rope_parameters`` of each layer type, which transformers 5 writes.
 
     Only ``rope_parameters`` contains the rotary base of the layers with a window.
     """
@@ -70,7 +70,8 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Also write ``rope_parameters`` if the rotary base of layers with a window differs from the released models' base.
+    """If the rotary base of the layers with a window differs from the base of the released models, also write
+    ``rope_parameters``.
 
     transformers 5 reads the bases of both layer types from ``rope_parameters``, and applies the older key
     ``rope_theta`` only to the layers without a window. transformers 4 has one base for all layers.

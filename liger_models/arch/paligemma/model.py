@@ -2,15 +2,16 @@
 
 The language model is Gemma, or Gemma 2 in PaliGemma 2. The vision tower is SigLIP, and a linear layer projects each of
 its patches to an image token. The prefix of a document consists of all tokens before the answer: the images, the BOS
-token, and the question. The tokens of the prefix attend to each other in both directions, in all layers and beyond the
-window. The tokens of the answer attend to all tokens before them, as in every decoder.
+token, and the question. The tokens of the prefix attend to each other in both directions. This holds in all layers,
+even beyond a layer's attention window. The tokens of the answer attend to all tokens before them, as in every decoder.
 
 ``token_type_ids`` are 0 in the prefix and 1 after it. If there are no ``token_type_ids``, the batch has no padding, and
 attention is "sdpa", transformers lets all tokens of a row attend to each other, so that tokens see even their own
 labels. In this package, if ``token_type_ids`` are missing, the prefix of a document ends before its first label.
 Without labels, the forward is causal, and the prompts of ``generate`` are prefixes.
 
-Positions start at 1 in transformers and at 0 in this package. Attention depends only on differences between positions.
+Positions start at 1 in transformers and at 0 in this package. This does not change the result, because attention
+depends only on differences between positions.
 
 Source: https://arxiv.org/abs/2407.07726, https://arxiv.org/abs/2412.03555, transformers ``models/paligemma``.
 """
@@ -132,7 +133,8 @@ class LigerPaliGemma(EqualImageModel, CappedGemmaModel):
         return self.run_with_images(input_ids, images, prefix=prefix, **options)
 
     def complete_inputs(self, prompts: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
-        """See `Decoder.complete_inputs`. Without ``token_type_ids``, all tokens of a prompt are its prefix."""
+        """See `Decoder.complete_inputs`. Without ``token_type_ids``, the prefix consists of all tokens of the
+        prompt."""
         if inputs.get("token_type_ids") is not None:
             return inputs
         return {**inputs, "token_type_ids": torch.zeros_like(prompts)}
@@ -214,7 +216,8 @@ def weight_map(config: PaliGemmaConfig) -> WeightMap:
 
 
 def other_maps(config: PaliGemmaConfig) -> list[WeightMap]:
-    """Return the weight maps of further layouts: transformers 5's checkpoints, and transformers' modules since 4.52."""
+    """Return the weight maps for the other tensor names: those in checkpoints that transformers 5 writes, and those of
+    transformers' modules since version 4.52."""
     return [_map(config, HUB, ""), _map(config, MODULES, ""), _map(config, MODULES, ".vision_model")]
 
 

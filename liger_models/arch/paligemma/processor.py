@@ -120,7 +120,8 @@ class PaliGemmaProcessor(LlavaProcessor):
         return out | self.joined(pixels)
 
     def framed(self, text: str, *, is_prompt: bool) -> str:
-        """See `Processor.framed`: the BOS token follows the images of a text, and a line break ends a prompt."""
+        """See `Processor.framed`: the BOS token comes after the image placeholders of a text, and a line break is added
+        to the end of a prompt."""
         end = text.rfind(self.image)
         end = 0 if end < 0 else end + len(self.image)
         return f"{text[:end]}{self.tokenizer.bos_token or ''}{text[end:]}" + ("\n" if is_prompt else "")

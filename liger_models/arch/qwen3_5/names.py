@@ -181,7 +181,7 @@ TEXT_IGNORED_KEYS = (
 
 
 def read_text(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the keys of a Qwen3.5 text model's config.json to the fields of the config class.
+    """Rename the keys in the config.json of a Qwen3.5 text model to the field names of the config class.
 
     Raises:
         ValueError: ``mrope_interleaved`` is not true.

@@ -1,9 +1,9 @@
 """Qwen3-VL (dense models): model_type ``qwen3_vl``.
 
-The language model is Qwen3 with positions in time, height and width, whose rotary frequencies are interleaved. The
-vision tower is Qwen2-VL's with learned positions and DeepStack: features from some of its blocks are added to the
-residual stream after the first blocks of the language model. Each frame of a video has its own placeholders in the
-text, preceded by its timestamp.
+The language model is Qwen3 with positions in time, height and width. The rotary frequencies of these three coordinates
+are interleaved. The vision tower is that of Qwen2-VL with learned positions and DeepStack: features from some of the
+tower's blocks are added to the residual stream after the first blocks of the language model. In the text, each video
+frame has its own placeholders, which follow the frame's timestamp.
 
 Source: https://arxiv.org/abs/2511.21631, https://arxiv.org/abs/2406.04334, transformers ``models/qwen3_vl``.
 """

@@ -73,7 +73,8 @@ EXPERTS = f"{TEXT}.layers.{{sparse}}.mlp.experts"
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read config.json as `read_multimodal` does; transformers 5 writes ``num_experts`` as ``num_local_experts``."""
+    """Read config.json as `read_multimodal` does, and accept ``num_local_experts``, which is the name of
+    ``num_experts`` in transformers 5."""
     flat = names.read_multimodal(Qwen3VLMoeConfig, hf)
     if "num_local_experts" in flat:
         flat["num_experts"] = flat.pop("num_local_experts")
@@ -87,7 +88,8 @@ def weight_map(config: Qwen3VLMoeConfig) -> WeightMap:
 
 
 def other_maps(config: Qwen3VLMoeConfig) -> list[WeightMap]:
-    """The weight map of files with untransposed experts, which transformers 5 writes for newly created models."""
+    """The weight map for files whose expert weights are not transposed. transformers 5 writes such files for newly
+    created models."""
     return [_map(config, *fused_expert_rows(f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"))]
 
 
