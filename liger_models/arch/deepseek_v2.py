@@ -59,8 +59,7 @@ class DeepseekV2Config(LatentDecoderConfig):
 
     @property
     def top_k(self) -> int:
-        """Number of routed experts per token. Without a value in the config, the number is 6, as in all released
-        models."""
+        """Number of routed experts per token. By default, the number is 6, as in all released models."""
         return 6 if self.num_experts_per_tok is None else self.num_experts_per_tok
 
     def is_sparse(self, layer: int) -> bool:

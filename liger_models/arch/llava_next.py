@@ -107,8 +107,7 @@ class LigerLlavaNext(ImageSizesModel):
     processor_class = LlavaNextProcessor
 
     def images_of(self, pixels: Tensor | None, sizes: Tensor | None) -> tuple[Tensor, ...] | None:
-        """See `ImageSizesModel.images_of`; pixels are [images, tiles, ...], and ``sizes`` are the images' sizes before
-        resizing."""
+        """See `ImageSizesModel.images_of`; pixels are [images, tiles, ...], and ``sizes`` are those before resizing."""
         if pixels is None or not len(pixels):
             return None
         check_tensors(pixel_values=pixels)

@@ -70,8 +70,7 @@ class GemmaDecoder(CappedGemmaModel):
         return count
 
     def carry(self, index: int, more: list[Tensor], layout: Any) -> tuple[list[Tensor], Any]:
-        """Return the router logits of a block, and a layout that passes the block's k and v to later blocks of the same
-        type."""
+        """Return a block's router logits, and a layout that passes the block's k and v to later blocks of its type."""
         attention: Any = self.layers[index].self_attn
         if attention.shares:
             return more, layout

@@ -13,8 +13,7 @@ from liger_models.layers.patches import count_torn
 
 
 class ImageSizesModel(ImageTokenModel):
-    """A model that takes images that are padded to one size, together with the size of each image without its
-    padding."""
+    """A model that takes images that are padded to one size, and the size of each image without its padding."""
 
     image_inputs = ("pixel_values", "image_sizes")
     prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values", "image_sizes")

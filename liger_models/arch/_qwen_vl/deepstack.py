@@ -58,8 +58,7 @@ class Qwen3VLVisionConfig:
 
 
 def check_decoder(config: Any) -> None:
-    """Raise ValueError unless the language model fits the width of the tower's tokens and the number of DeepStack
-    levels."""
+    """Raise ValueError unless the width of the tower's tokens and the DeepStack levels fit the language model."""
     check_token_width(config, "out_hidden_size")
     indexes = config.vision_config.deepstack_visual_indexes
     if len(indexes) > config.num_hidden_layers:

@@ -25,11 +25,12 @@ TOP = ("image_token_id", "video_token_id", "vision_config", "tie_word_embeddings
 
 
 def read_multimodal(config_class: type[Any], hf: Mapping[str, Any], top: Collection[str] = TOP) -> dict[str, Any]:
-    """Rename the keys in the config.json of a Qwen vision-language model to the field names of the config class. Keys
-    of the language model move from ``text_config`` to the top level, where older files have them. ``mrope_section``
-    moves from the rope parameters to the top level, and the tower's rope parameters move to the top level of
-    ``vision_config``. If a family has no interleaved rotary frequencies, ``tie_word_embeddings`` is also read from
-    ``text_config``.
+    """Rename the keys in the config.json of a Qwen vision-language model to the field names of the config class.
+
+    Keys of the language model move from ``text_config`` to the top level, where older files have them.
+    ``mrope_section`` moves from the rope parameters to the top level, and the tower's rope parameters move to the top
+    level of ``vision_config``. If a family has no interleaved rotary frequencies, ``tie_word_embeddings`` is also read
+    from ``text_config``.
 
     Args:
         config_class: the config class.

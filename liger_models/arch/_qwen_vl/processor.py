@@ -496,8 +496,7 @@ class QwenVLProcessor(Processor):
         return "".join(f"<{time:.1f} seconds><|vision_start|>{frame}<|vision_end|>" for time in times)
 
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
-        """Return the arguments of ``__call__`` besides the texts: the images, videos and settings that `image_parts`
-        found."""
+        """Return the arguments of ``__call__`` besides the texts: images, videos and settings from `image_parts`."""
         videos = [(video, part.get("fps")) for kind, video, part in parts if kind == "video"]
         images = [(image, part) for kind, image, part in parts if kind == "image"]
         return {

@@ -24,8 +24,7 @@ LEAST = 1e-5
 
 
 def magnitude(x: Tensor, least: float) -> Tensor:
-    """Return the root mean square [..., 1] of x [..., C] over C. A mean square below ``least`` is replaced by
-    ``least``."""
+    """Return the root mean square [..., 1] of x [..., C] over C. Mean squares are raised to at least ``least``."""
     return x.square().mean(-1, keepdim=True).clamp_min(least).sqrt()
 
 
@@ -59,8 +58,7 @@ class Streams(Layer):
         return torch.stack([part * target / magnitude(part, LEAST) for part in parts])
 
     def merge(self, first: Tensor, others: Tensor) -> Tensor:
-        """Return the mean [B, T, C] of n tensors: ``first`` [B, T, C], and the projections of ``others``
-        [n − 1, B, T, C]."""
+        """Return the mean [B, T, C] of n tensors: ``first`` [B, T, C] and the projected ``others`` [n − 1, B, T, C]."""
         target = magnitude(first, torch.finfo(torch.float32).tiny)
         parts = [unembed(stream) for unembed, stream in zip(self.unembeds, others.unbind(), strict=True)]
         return torch.stack([first, *(part * target / magnitude(part, LEAST) for part in parts)]).mean(0)
@@ -107,8 +105,7 @@ class AltUp(Layer):
         return True
 
     def predict(self, streams: Tensor) -> Tensor:
-        """Predict the streams after the block, [n, B, T, C]. The first of the predicted streams is the block's
-        input."""
+        """Predict the streams after the block, [n, B, T, C]. The first predicted stream is the block's input."""
         weights = self._coefficients(self.prediction, streams[0]).unflatten(-1, (self.streams, self.streams))
         return torch.einsum("btij,jbtc->ibtc", weights, streams) + streams
 

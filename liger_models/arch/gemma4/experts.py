@@ -45,8 +45,7 @@ class Gemma4Router(Layer):
         return {}
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True, because the gradients of the experts' factors are already summed over the ranks in the
-        backward."""
+        """Return True, because the backward already sums the gradients of the experts' factors over the ranks."""
         return True
 
     def forward(

@@ -279,7 +279,7 @@ class Gemma4Tower(nn.Module):
         return projected.flatten(0, 1)[padding.flatten().int().argsort(stable=True)]
 
     def _pooled(self, seen: Tensor, coordinates: Tensor, valid: Tensor) -> Tensor:
-        """Return the mean over each square of patches, multiplied by sqrt(C). The result is fp32, because fp16 might
+        """Return the mean over each square of patches times sqrt(C). The result is fp32, because fp16 might
         overflow."""
         (column, row), tokens = coordinates.unbind(-1), coordinates.shape[1] // self.pool**2
         # Number of squares in a row of the image, [n, 1]; padding has column 0.

@@ -33,8 +33,7 @@ AROUND, GLOBAL, VIDEO = "<fake_token_around_image>", "<global-img>", "<video>"
 
 
 def scaled(width: int, height: int, longest: int) -> tuple[int, int]:
-    """Return the width and height of an image after it has been scaled up or down such that its longer side is
-    ``longest``."""
+    """Return an image's width and height after it is scaled up or down to a longer side of ``longest`` pixels."""
     ratio = width / height
     # The shorter side is rounded down and then up to an even number.
     if width >= height:

@@ -70,8 +70,7 @@ class InternVLImages(ImageConverter):
         return choose_grid(size, self.side, self.min_patches, self.max_patches)
 
     def tiles(self, size: tuple[int, int]) -> int:
-        """Return the total number of tiles for an image of the given width and height, including the tile of the whole
-        image."""
+        """Return the number of tiles for an image of the given width and height, with the tile of the whole image."""
         columns, rows = self.grid(size)
         return columns * rows + (columns * rows > 1)
 

@@ -209,8 +209,8 @@ class LigerCrossAttention(Layer):
     def add_norm(
         self, norm: LigerRMSNorm, x: Tensor | None, residual: Tensor, images: ImageStates
     ) -> tuple[Tensor, Tensor]:
-        """Add ``x`` to ``residual`` and apply attention to ``norm(residual)``; return ``(y, residual)``, both [B, T,
-        C]."""
+        """Add ``x`` to ``residual``, and apply attention to ``norm(residual)``. The result is ``(y, residual)``, both
+        [B, T, C]."""
         if recomputes(self):
             y, residual = run_twice(
                 self._add_norm, norm, x, residual, images,

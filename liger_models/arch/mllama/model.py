@@ -78,8 +78,7 @@ class MllamaCrossBlock(Layer):
         self.mlp_gate = nn.Parameter(torch.empty(1))
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Replicate the gates. If the ranks have different tokens, the gradients of the gates are summed over the
-        ranks."""
+        """Replicate the gates. If the ranks have different tokens, the gates' gradients are summed over the ranks."""
         self.groups = replace(self.groups, tensor=group)
         return {}
 
@@ -265,8 +264,7 @@ class LigerMllama(VisionLanguageModel):
         )  # fmt: skip
 
     def _check_images(self, here: Tensor, pixels: Tensor | None, ratios: Tensor | None) -> int:
-        """Return the number of images; raise ValueError if the placeholders do not match the images. The host waits
-        once."""
+        """Return the number of images; raise ValueError if the placeholders do not fit. The host waits once."""
         if pixels is None or ratios is None:
             count = int(here.sum())
             if count != 0:

@@ -179,8 +179,7 @@ class LigerMuseGlimmer(GridImageModel):
         )  # fmt: skip
 
     def ids_to_embed(self, input_ids: Tensor) -> Tensor:
-        """Return the ids, with every placeholder replaced by 0. This includes placeholders that the model has
-        generated."""
+        """Return the ids, with every placeholder replaced by 0, even placeholders that the model has generated."""
         media = (input_ids == self.config.image_token_id) | (input_ids == self.config.video_token_id)
         return input_ids.masked_fill(media, 0)
 

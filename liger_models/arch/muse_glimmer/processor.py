@@ -101,8 +101,7 @@ class MuseGlimmerImages:
         return f"MuseGlimmerImages(kind={self.kind!r}, max_tokens={self.max_tokens}, patch={self.patch})"
 
     def tokens(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return the numbers of rows and columns of tokens for an image or a video frame of the given width and
-        height."""
+        """Return the numbers of rows and columns of tokens for an image or frame of the given width and height."""
         return token_grid(size[1], size[0], self.patch * self.merge, self.max_tokens)
 
     def __call__(self, frames: "Sequence[Source]") -> tuple[Tensor, Tensor]:
@@ -299,8 +298,7 @@ class MuseGlimmerProcessor(Processor):
         return out
 
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
-        """Return the arguments of ``__call__`` besides the texts: the images, videos and settings that `image_parts`
-        found."""
+        """Return the arguments of ``__call__`` besides the texts: images, videos and settings from `image_parts`."""
         videos = [(video, part.get("fps")) for kind, video, part in parts if kind == "video"]
         return {
             "images": [image for kind, image, _ in parts if kind == "image"],

@@ -133,8 +133,7 @@ class LigerPaliGemma(EqualImageModel, CappedGemmaModel):
         return self.run_with_images(input_ids, images, prefix=prefix, **options)
 
     def complete_inputs(self, prompts: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
-        """See `Decoder.complete_inputs`. Without ``token_type_ids``, the prefix consists of all tokens of the
-        prompt."""
+        """See `Decoder.complete_inputs`. Without ``token_type_ids``, the whole prompt is the prefix."""
         if inputs.get("token_type_ids") is not None:
             return inputs
         return {**inputs, "token_type_ids": torch.zeros_like(prompts)}

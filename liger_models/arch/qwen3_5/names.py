@@ -31,8 +31,7 @@ def mtp_format(config: HybridConfig) -> MTPFormat:
 
 
 def _by_head(parts: Sequence[Expression | str], sizes: Sequence[int], heads: int) -> Expression:
-    """Concatenate parts so that the rows of each head are adjacent; ``sizes`` has each part's number of rows per
-    head."""
+    """Concatenate parts so that each head's rows are adjacent; ``sizes`` has each part's number of rows per head."""
     groups = [Rearrange("(g n) ... -> g n ...", part, g=heads) for part in parts]
     return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=heads)
 
@@ -125,8 +124,7 @@ def _linear_attention_entries(config: HybridConfig, theirs: str, four_projection
 
 
 def _full_attention_entries(config: HybridConfig, theirs: str) -> dict[str, Expression | str]:
-    """Return the weight-map entries of full attention: the norms of q and k, the packed projection, and the output
-    projection."""
+    """Return the weight-map entries of full attention: norms of q and k, packed projection, and output projection."""
     ours = "layers.{full}.self_attn"
     entries: dict[str, Expression | str] = {
         f"{ours}.{name}.weight": f"{theirs}.{name}.weight" for name in ("q_norm", "k_norm")
