@@ -116,8 +116,8 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the key of the query scaling into the rope parameters, and write the rope type also as ``type``, its older
-    key."""
+    """Move the key of the query scaling into the rope parameters, and write the rope type under the older key ``type``
+    too."""
     out = dict(keys)
     out["rope_scaling"] = {"type": "yarn", **keys["rope_scaling"], BETA: out.pop(BETA)}
     return out

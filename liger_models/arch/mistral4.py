@@ -174,8 +174,8 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the key of the query scaling into the rope parameters, and write the rope type also as ``type``, its older
-    key.
+    """Move the key of the query scaling into the rope parameters, and write the rope type under the older key ``type``
+    too.
 
     ``scale_by_mscale``, which transformers does not know, is written only if it is True.
     """

@@ -70,7 +70,8 @@ class InternVLImages(ImageConverter):
         return choose_grid(size, self.side, self.min_patches, self.max_patches)
 
     def tiles(self, size: tuple[int, int]) -> int:
-        """Return the number of tiles for an image of the given width and height, with the tile of the whole image."""
+        """Return the total number of tiles, including the tile of the whole image, for an image of the given width and
+        height."""
         columns, rows = self.grid(size)
         return columns * rows + (columns * rows > 1)
 
