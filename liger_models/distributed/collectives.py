@@ -147,7 +147,7 @@ def gather_rows(rows: Tensor, group: Group | None) -> Tensor:
 def sum_rows(rows: Tensor, group: Group | None) -> Tensor:
     """Sum the ranks' partial results for all rows. With sequence parallelism, return only this rank's rows of the sum.
 
-    The function is meant for use inside ops, because it may overwrite ``rows``.
+    The function may overwrite ``rows``, so use it only inside ops.
     """
     if group is not None and group.sequence_parallel:
         # [R · n, C] -> [n, C]
@@ -196,8 +196,8 @@ def for_op(group: Group | None) -> tuple[str, int, bool]:
 def _same(x: Tensor) -> Tensor:
     """Return x as the result of an autograd function that changes only the gradient.
 
-    In a compiled graph, the result is a copy. If the autograd function returned a view, PyTorch would replace this view
-    by another view of x, and the gradient would skip the function's backward.
+    In a compiled graph, the result is a copy. PyTorch would replace a view by another view of x, and the gradient would
+    then skip the backward of the autograd function.
     """
     return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
 
@@ -339,7 +339,8 @@ def local_tokens(x: Tensor, group: Group) -> Tensor:
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
     """All-gather token shards: [..., T / R, C] -> [..., T, C].
 
-    All ranks must use the result in the same way. The backward therefore does not sum the gradients over the ranks.
+    All ranks must use the result in the same way, so the gradient on each rank is already complete. The backward
+    therefore does not sum the gradients over the ranks.
     """
     return _GatherTokens.apply(x, group)  # type: ignore[no-any-return]
 
@@ -355,7 +356,8 @@ def gather_channels(x: Tensor, group: Group) -> Tensor:
 def gather_vocab(x: Tensor, group: Group, V: int) -> Tensor:
     """All-gather vocabulary shards into [..., V]. The shards have the sizes of the chunks that ``torch.chunk`` returns.
 
-    All ranks must use the result in the same way. The backward therefore does not sum the gradients over the ranks.
+    All ranks must use the result in the same way, so the gradient on each rank is already complete. The backward
+    therefore does not sum the gradients over the ranks.
     """
     return _GatherVocab.apply(x, group, V)  # type: ignore[no-any-return]
 

@@ -17,7 +17,7 @@ from liger_models.distributed.collectives import (
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The process groups of a model. If the model does not use a kind of parallelism, the kind's field is None.
+    """The process groups of a model. The field of a kind of parallelism is None if the model does not use it.
 
     Attributes:
         tensor: the group over which each layer is sharded (`liger_models.parallel.apply_tp`).

@@ -130,7 +130,7 @@ def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
 
 
 def wait_for_ranks(name: str) -> None:
-    """Wait until all ranks have made this call. Use it before collectives that would hang if a rank were missing.
+    """Wait until all ranks have made this call. Call this before collectives that would hang without all ranks.
 
     After `PATIENCE`, a warning lists the ranks that have not made the call. Each call keeps a few keys in the process
     group's store, and the last rank that leaves the call deletes them.
@@ -179,7 +179,7 @@ def _store() -> Any:
 
 
 def _key(name: str) -> str:
-    """Return a prefix for the keys of one call in the store. Every call with the same name gets a new prefix."""
+    """Return a prefix for the keys of one call in the store. Later calls with the same name get other prefixes."""
     _calls[name] += 1
     return f"liger_models {name} {_calls[name]}"
 

@@ -1,8 +1,8 @@
 """Attention layers: `BaseAttention`, and `LigerAttention`, which has a packed QKV projection.
 
-`BaseAttention` implements everything that does not depend on how queries, keys and values are computed. The code of the
-class has three parts: the constants; the methods that process a batch, from `add_norm` to `_mix`; and the methods that
-override those of `Layer`. `LigerAttention` implements grouped-query attention. `qk_norm_attention.py` has variants of
+`BaseAttention` implements everything that does not depend on how queries, keys and values are computed. The class first
+defines constants, then the methods that process a batch (from `add_norm` to `_mix`), and then the methods that override
+those of `Layer`. `LigerAttention` implements grouped-query attention. `qk_norm_attention.py` has variants of
 `LigerAttention` that normalize queries and keys or gate the outputs. `latent_attention.py` has attention whose keys and
 values are computed from latents.
 """
@@ -83,7 +83,7 @@ class BaseAttention(Layer):
         """Add ``x`` to ``residual`` and apply attention to ``norm(residual)``. Returns ``(y, residual)`` [B, T, C].
 
         Without a norm, attention is applied to the sum. The backward recomputes the normalized activations. If
-        ``recompute`` is True, the backward recomputes everything except the output projection.
+        ``recompute`` is True, the backward recomputes the whole layer except the output projection.
         """
         compute = self._call if self.overrides_forward else self._add_norm
         if norm is None:

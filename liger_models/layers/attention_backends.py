@@ -187,7 +187,10 @@ def _invariant(call: AttentionCall) -> Tensor:
 
 
 class _InvariantAttention(torch.autograd.Function):
-    """Runs `invariant_attention` in the forward. The backward runs ordinary attention and returns its gradients."""
+    """Runs `invariant_attention` in the forward.
+
+    The backward runs ordinary attention, and returns the gradients of ordinary attention.
+    """
 
     @staticmethod
     def forward(
@@ -228,7 +231,7 @@ def _paged(call: AttentionCall) -> Tensor:
 
 
 def _counted(call: AttentionCall) -> Tensor:
-    """In a memory estimate, save the tensors that the kernel for this call would save."""
+    """Compute nothing, but save the tensors that the kernel for this call would save (for memory estimates)."""
     heads, V = [call.q, call.k, call.v], call.v.shape[3]
     if _pads_values(call):
         heads = [*_of_one_width(call.q, call.k, call.v)]
@@ -242,7 +245,7 @@ def _counted(call: AttentionCall) -> Tensor:
 def _pads_values(call: AttentionCall) -> bool:
     """Whether attention pads values to the width of the keys.
 
-    In half precision, values that are narrower than the keys are left unpadded only for cuDNN; see
+    In half precision, values that are narrower than the keys are padded unless cuDNN computes the attention; see
     `_takes_narrow_values`. cuDNN is used only for plainly causal attention of certain lengths.
     """
     q = call.q
@@ -307,8 +310,7 @@ def _causal_sinks(call: AttentionCall) -> Tensor:
 
 
 def _segments(call: AttentionCall) -> Tensor:
-    """Compute attention within segments: in one kernel, with one call for each run of segments of equal length, or with
-    a mask.
+    """Compute attention within segments: in one call, in one call per run of segments of equal length, or with a mask.
 
     A compiled graph must work for all lengths, so it does not read the lengths of the segments. If no kernel
     supports segments, the graph uses a mask.
@@ -525,8 +527,8 @@ def _takes_narrow_values(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, 
     """Whether SDPA's fastest kernel for q and k supports values of a different width.
 
     In half precision, flash attention requires equal widths, and cuDNN's kernel supports only some widths and only in
-    some versions. The kernel that supports all widths is slower than flash attention on padded values. On the CPU, only
-    the unfused form supports other widths.
+    some versions. The kernel that supports all widths is slower than flash attention with values that are padded to the
+    width of the keys. On the CPU, only unfused attention supports values of another width.
     """
     if q.device.type not in ACCELERATORS:
         return False

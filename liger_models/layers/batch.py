@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class BatchLayout:
     """Positions, rotary tables, masks and the decode cache of a batch.
 
-    `build` makes the layout of text, and `bidirectional` makes the layout of image patches. A family whose layers need
-    further tensors derives a class with additional fields.
+    `build` makes the layout of text, and `bidirectional` makes the layout of image patches. A model family whose layers
+    need further tensors derives a class with additional fields.
 
     Attributes:
         position_ids: [1 or B, T] int64; [3, 1 or B, T] for positions in time, height and width.
@@ -306,7 +306,7 @@ class BatchLayout:
         return self.documents[:, -T:] < 0
 
     def shift(self, labels: Tensor, ignore_index: int = -100) -> Tensor:
-        """Compute the target of each token, which is the label of the next token in the same document.
+        """Return the target of each token: the label of the next token in the same document.
 
         Args:
             labels: [B, T] int64, unshifted.
@@ -374,7 +374,7 @@ def _check_positions(position_ids: Tensor, B: int, T: int) -> Tensor:
 def _check_rising(positions: Tensor, attention_mask: Tensor | None) -> None:
     """Raise ValueError if positions [1 or B, T] do not rise within a row, except next to padding.
 
-    Restarting the positions does not separate documents.
+    A restart of the positions raises an error, because it does not start a new document.
     """
     rising = positions.diff(dim=1) > 0
     if attention_mask is not None:

@@ -75,8 +75,8 @@ Kernels = dict[tuple[Any, int, str], Launch]
 def compile_ahead(model: nn.Module, embeds: Tensor, layout: Any, options: Mapping[str, Any]) -> None:
     """Start to compile the kernels of ``model.run(embeds, layout, **options)`` and its backward.
 
-    Only the first call for a model has an effect. This call must be on an NVIDIA GPU, with gradients and without a
-    decode cache. The model must have plain parameters, must have no hooks, and must not be distributed.
+    Only the first call of this function for a model has an effect. The step must run on an NVIDIA GPU, with gradients
+    and without a decode cache. The model must have plain parameters, must have no hooks, and must not be distributed.
 
     Args:
         model: the `Decoder`.
@@ -118,8 +118,8 @@ def compile_with_steps(optimizer: Any) -> None:
 def compile_early(model: Any, shape: tuple[int, int], device: torch.device) -> None:
     """Start to compile the kernels of a training step on packed text, while the weights of the model are being read.
 
-    A thread records the step. If recording fails, `compile_ahead` records the first step later. The function has no
-    effect if a layer has dropout, because a thread must not set the states of random number generators.
+    A thread records the step. If the recording fails, `compile_ahead` records the first step when it begins. If a layer
+    has dropout, the function does nothing, because a thread must not set the states of random number generators.
 
     Args:
         model: the `Decoder` on the meta device, with the dtypes, adapters and policies of the training.
@@ -425,7 +425,7 @@ class _Threads(NamedTuple):
 def _parsing_in_turn() -> Iterator[None]:
     """Return a context manager in which only one thread at a time parses a kernel.
 
-    If two threads parse at the same time, Python may raise "AST constructor recursion depth mismatch" (cpython#106905).
+    Python may raise "AST constructor recursion depth mismatch" if two threads parse at the same time (cpython#106905).
     """
     from triton.runtime.jit import JITFunction
 

@@ -210,8 +210,9 @@ class LateWindowDecoderConfig(RMSNormDecoderConfig):
 
 
 class GroupedExperts:
-    """Methods for configs whose first layers are dense and whose later layers choose experts from the best expert
-    groups.
+    """Methods for configs of models with dense first layers.
+
+    Later layers choose experts from the best expert groups only.
     """
 
     @property
@@ -231,7 +232,7 @@ class GroupedExperts:
 class LatentDecoderConfig(RMSNormDecoderConfig):
     """`RMSNormDecoderConfig` of a decoder with `LigerLatentAttention`.
 
-    ``head_dim`` is not read. As in transformers, it is the number of rotated dimensions.
+    The layers do not read ``head_dim``, which is the number of rotated dimensions, as in transformers.
     """
 
     q_lora_rank: int | None = 1536
@@ -251,7 +252,7 @@ class LatentDecoderConfig(RMSNormDecoderConfig):
 
     @property
     def head_size(self) -> int:
-        """Dimension of a head's queries and keys, including the ``qk_rope_head_dim`` dimensions that are rotated."""
+        """Number of dimensions of a head's queries and keys, including the ``qk_rope_head_dim`` rotated dimensions."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
@@ -261,7 +262,7 @@ class LatentDecoderConfig(RMSNormDecoderConfig):
 
     @property
     def attention_scale(self) -> float:
-        """Multiplier of q·k over all dimensions of a head. With YaRN, ``mscale_all_dim`` increases the multiplier."""
+        """The number by which attention multiplies q·k. With YaRN, the number also depends on ``mscale_all_dim``."""
         scale: float = self.head_size**-0.5
         if not isinstance(self.rope_scaling, YarnScaling):
             return scale

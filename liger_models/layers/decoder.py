@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class QuantizedCheckpoint:
-    """The parts of a quantized checkpoint that are saved again together with the weights of a model.
+    """The parts of a quantized checkpoint that `save_pretrained` writes again, together with the weights of a model.
 
     All parts are empty unless the model was loaded with ``keep_quantized``.
 
@@ -102,7 +102,7 @@ class CausalLMConfig(Protocol):
 
 
 def take_cu_seqlens(cu_seqlens: Tensor | None, options: dict[str, Any]) -> Tensor | None:
-    """Return ``cu_seqlens``, which ``options`` may hold under the names that the collator of transformers uses.
+    """Return ``cu_seqlens``, or the same tensor from ``options``, where transformers' collator uses other names.
 
     Raises:
         ValueError: ``cu_seqlens`` is given under both names, some of the collator's names are missing, or a value is
@@ -246,14 +246,16 @@ class Decoder(nn.Module):
         return LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
 
     def build_rotary(self, config: Any) -> dict[str, nn.Module]:
-        """Build the rotary embeddings. The keys are the names by which attention layers refer to them."""
+        """Build the rotary embeddings. Attention layers refer to them by the keys of the result."""
         rotary = RotaryEmbedding(
             config.rotary_width, config.rope_theta, config.rope_scaling, config.max_position_embeddings
         )
         return {"default": rotary}
 
     def post_init(self) -> None:
-        """Check the parts, and tie and initialize the weights. A constructor that sets parts calls this method last.
+        """Check the parts of the model, and tie and initialize the weights.
+
+        A constructor that sets parts calls this last.
 
         Raises:
             ValueError: a part is missing, the model has a buffer, or attention layers share a cache slot.
@@ -437,7 +439,7 @@ class Decoder(nn.Module):
         return [*([] if self.visual is None else self.visual.blocks), *self.layers]
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Return the number of all parameters or of the trainable ones, with or without the embedding.
+        """Return the number of all parameters or of all trainable parameters, with or without the embedding.
 
         Tied parameters count once.
         """
@@ -473,7 +475,7 @@ class Decoder(nn.Module):
     def set_attention_dropout(self, probability: float) -> None:
         """Set the probability with which the attention of every block drops an attention weight in training.
 
-        The config's ``attention_dropout`` does not change, and this value is saved.
+        The config does not change, so a saved model has the old ``attention_dropout``.
 
         Raises:
             ValueError: ``probability`` is not in [0, 1).
@@ -664,7 +666,10 @@ class Decoder(nn.Module):
         return self.embed_tokens(self.groups.local_along_context(input_ids)), (B, T)
 
     def layout_inputs(self, input_ids: Tensor | None, embeds: Tensor, T: int) -> dict[str, Any]:
-        """Return ``layout_class``'s additional fields for rows of T tokens; ``embeds`` has only this rank's tokens."""
+        """Return the additional fields of ``layout_class`` for rows of T tokens.
+
+        ``embeds`` has only the embeddings of this rank's tokens.
+        """
         return {}
 
     def layout(self, shape: tuple[int, int], embeds: Tensor, **options: Any) -> BatchLayout:
@@ -766,7 +771,7 @@ class Decoder(nn.Module):
         return CausalLMOutput(**output, loss=loss)
 
     def _apply_head(self, hidden: Tensor, request: HeadRequest, targets: LossTargets | None) -> tuple[Any, Any]:
-        """For this rank's tokens, return the loss or the log-probabilities of the targets, and also the logits."""
+        """Return the loss (or the log-probabilities of the targets) and the logits, both for this rank's tokens."""
         if targets is None:
             kept = request.logits_to_keep
             return None, self.lm_head(hidden[:, -kept:] if kept else hidden)
@@ -786,7 +791,7 @@ class Decoder(nn.Module):
     def _weighted_auxiliary_loss(
         self, router_logits: list[Tensor], layout: BatchLayout, request: HeadRequest, targets: LossTargets | None
     ) -> Tensor | None:
-        """Return `auxiliary_loss`, multiplied by the fraction of the step's targets that is in this batch."""
+        """Return `auxiliary_loss`, weighted by this batch's share of the targets of the optimizer step."""
         mask = None if layout.attention_mask is None else self.groups.local_along_context(layout.attention_mask)
         aux_loss = self.auxiliary_loss(router_logits, mask)
         if aux_loss is None or targets is None or request.num_items_in_batch is None:
@@ -824,7 +829,7 @@ class Decoder(nn.Module):
         return by_layer
 
     def _by_block(self, experts: Sequence[Tensor]) -> dict[int, tuple[Tensor, ...]]:
-        """Group ``experts``, which has one tensor per layer with routed experts, by block index."""
+        """Map each block's index to its tensors in ``experts``, which has one tensor per layer with routed experts."""
         remaining = iter(experts)
         routers = map(routed_layers, self.layers)
         return {index: tuple(next(remaining) for _ in layers) for index, layers in enumerate(routers) if layers}
@@ -874,7 +879,10 @@ class Decoder(nn.Module):
         return hidden, router_logits
 
     def after_block(self, index: int, residual: Tensor, layout: BatchLayout) -> Tensor:
-        """Return the residual stream [B, T, C] after a block. Families that add terms between blocks override this."""
+        """Return the residual stream [B, T, C] after a block.
+
+        Model families that add terms between blocks override it.
+        """
         return residual
 
     def prompt_positions(self, prompts: Tensor, mask: Tensor | None, new: int, inputs: dict[str, Any]) -> Tensor:
@@ -901,7 +909,7 @@ class Decoder(nn.Module):
     def auxiliary_loss(self, router_logits: list[Tensor], attention_mask: Tensor | None) -> Tensor | None:
         """Return the weighted auxiliary loss that is added to the cross entropy, or None if there is none.
 
-        If the config enables it, this is the load-balancing loss over all layers with routed experts.
+        The auxiliary loss is the load-balancing loss over all layers with routed experts, if the config enables it.
         """
         if not (router_logits and getattr(self.config, "output_router_logits", False)):
             return None

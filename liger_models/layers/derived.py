@@ -1,4 +1,4 @@
-"""Tensors that depend only on weights, and that decoding therefore computes once instead of for every token.
+"""Tensors that depend only on weights. Decoding computes these tensors once, instead of once per token.
 
 A layer gets these tensors from `derive`. Outside of decoding and in compiled code, every call of `derive` computes
 the tensors again, with gradients.
@@ -49,8 +49,10 @@ class DerivedTensors:
         self.current.clear()
 
     def refresh(self) -> None:
-        """Recompute all outdated tensors. A captured CUDA graph needs this if it reads the tensors without computing
-        them."""
+        """Recompute all outdated tensors.
+
+        This is needed before a captured CUDA graph reads the tensors, if the graph does not compute them itself.
+        """
         if len(self.current) < len(self._tensors):
             for key, compute in self._compute.items():
                 self.find(key, compute)

@@ -15,16 +15,15 @@ holds the tensors for ``gate_up_weight`` and for ``down_weight``, under these na
     layer.stored.gate_up_weight.scales                 [X, bytes of an expert's scales]
     layer.stored.gate_up_weight.factors      ...       NF4 [X, bytes of an expert's factors]
 
-If there are too few experts for every rank of `apply_fsdp` to hold at least one, the codes are sharded along O
-instead of X.
+If the experts are too few for `apply_fsdp` to give one to every rank, the codes are sharded along O instead of X.
 
 `apply_fsdp` shards each tensor along its first dimension, and gathers all tensors before the weight is used, so the
 weight does not depend on the number of ranks. After `apply_tp`, each rank uses its own slice without gathering.
 After `apply_ep`, each rank uses its own experts. A slice consists of whole blocks, so its values are the same as in
 the whole weight.
 
-When a checkpoint is loaded, each rank reads and quantizes only its part. The scales of NF4 are themselves quantized,
-together for the whole weight, so the ranks exchange the largest absolute value of each block of 64 elements.
+When a checkpoint is loaded, each rank reads and quantizes only its part. In NF4, the scales of the whole weight are
+quantized together. For this, the ranks exchange the largest absolute value of each block of 64 elements.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +38,7 @@ from liger_models.layers.linear import is_sharded, local, sharded_as
 
 
 class FrozenParameters(nn.Module):
-    """The format and shape of a frozen weight, and parameters with the bytes of all its tensors except the codes.
+    """The format and shape of a frozen weight, and parameters that hold the bytes of all its tensors except the codes.
 
     `freeze` adds an instance of this class to a layer. In all methods, the argument ``codes`` is the layer's parameter
     that holds the codes.
@@ -344,7 +343,10 @@ def dtype_of(linear: nn.Linear) -> torch.dtype:
 
 
 def own_parameters(module: nn.Module) -> dict[nn.Parameter, int]:
-    """Map each of a module's own parameters to its number of elements; for codes, count the dense weight's elements."""
+    """Map each of a module's own parameters to its number of elements.
+
+    Codes count as the elements of the dense weight.
+    """
     if isinstance(module, FrozenParameters):
         return {}
     frozen = frozen_parts(module)

@@ -12,7 +12,7 @@ from liger_models.layers.linear_attention import LigerGatedRMSNorm, LinearAttent
 
 
 class _Sizes(NamedTuple):
-    """For each part of the projection of `LigerGatedDeltaNet`, the number of rows per key head."""
+    """The number of rows per key head for each part of the projection of `LigerGatedDeltaNet`."""
 
     query: int
     key: int

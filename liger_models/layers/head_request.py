@@ -27,7 +27,7 @@ class HeadRequest(NamedTuple):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "HeadRequest":
-        """Make a request from keyword arguments, under the names that this package or transformers uses."""
+        """Make a request from keyword arguments. Their names may be those of this package or those of transformers."""
         return cls(**translate("forward", options, cls._fields))
 
     @property
@@ -47,7 +47,7 @@ class HeadRequest(NamedTuple):
         return not (self.return_logits or self.return_log_probs or self.loss_function is not None)
 
     def check(self, B: int, T: int, *, cached: bool) -> None:
-        """Raise ValueError if arguments exclude each other, or do not fit a batch [B, T] or a decode cache."""
+        """Raise ValueError if arguments cannot be combined, or do not fit a batch [B, T] or a decode cache."""
         labels, kept = self.labels, self.logits_to_keep
         if labels is not None and (cached or kept):
             raise ValueError(
@@ -100,7 +100,7 @@ def in_graph(x: Tensor) -> bool:
 
 
 def check_num_items(num_items: Tensor | float | None, target: Tensor) -> None:
-    """Check the divisor of a summed loss without waiting for the device.
+    """Check the number by which a summed loss is divided, without waiting for the device.
 
     Args:
         num_items: a number, a tensor of one element, or None.

@@ -55,7 +55,7 @@ class ForgetGate(Layer):
 
 
 class _Sizes(NamedTuple):
-    """For each part of the projection of `LigerKimiDeltaAttention`, the number of rows per unit."""
+    """The number of rows per unit for each part of the projection of `LigerKimiDeltaAttention`."""
 
     query: int
     key: int
@@ -68,9 +68,9 @@ class _Sizes(NamedTuple):
 class LigerKimiDeltaAttention(LinearAttention):
     """Linear attention by the Kimi delta rule, with one packed input projection.
 
-    The decays and the output gates of all heads are computed from two latents with D elements each. The heads and the
-    channels of the latents are divided into U units. For each unit, ``in_proj`` has rows for the queries, keys and
-    values of the unit's heads, for the unit's share of the channels of both latents (decays and gates), and for the
+    The decays of all heads are computed from one latent with D elements, and the output gates from another. The heads
+    and the channels of the latents are divided into U units. For each unit, ``in_proj`` has rows for the queries, keys
+    and values of the unit's heads, for the unit's share of the channels of both latents (decays and gates), and for the
     update rates β of its heads (one row per head). The rows of ``conv_weight`` are also grouped by unit, but cover only
     queries, keys and values. Each of R ranks has some of the units, and the ranks exchange the latents.
 

@@ -83,7 +83,7 @@ class DecodeCache:
     def pages_of(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Return the pages [pages, P, G, D] of a layer's keys, and the slots of the new tokens [B] int64.
 
-        With this result, a layer may write the keys of a step itself instead of calling `extend`. If the result is
+        A layer that gets this result may write the keys of a step itself instead of calling `extend`. If the result is
         None, the layer must call `extend`.
         """
         return None

@@ -9,8 +9,9 @@ queries and keys with N + R columns and values with V columns::
     k_h = [W_k,h c, r],   v_h = W_v,h c
     o_h = Σ_j softmax_j(scale · q_h · k_j,h) · v_j,h
 
-Training and prompts use this form. Decoding caches only the row [c, r] of each token. It multiplies the queries by W_k
-and the weighted sums by W_v, instead of multiplying the latents by W_k and W_v::
+Training and prompts use this form. Decoding caches only [c, r] of each token, which is called the token's row. Instead
+of multiplying the latents by W_k and W_v, decoding multiplies the queries by W_k and the weighted sums of latents by
+W_v::
 
     q_h · k_j,h = [W_k,hᵀ q_h[:N], q_h[N:]] · [c_j, r_j]
     o_h = W_v,h Σ_j softmax_j(...) · c_j
@@ -195,8 +196,7 @@ class LigerLatentAttention(BaseAttention):
         return Latents(*latents.split([self.q_rank, self.kv_rank, self.rope_dim], -1))
 
     def _to_heads(self, projected: Latents, context: Group) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q and projected latents for this rank's heads, and the shared part of the keys, each for all
-        tokens.
+        """Return, for all tokens, q and projected latents of this rank's heads, and the key part that all heads share.
 
         The ranks exchange latents, which are smaller than keys and values, and each rank projects them to its heads.
         """
@@ -313,8 +313,8 @@ class LigerLatentAttention(BaseAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, T, H, L + R], the rows [B, S, 1, L + R] of all tokens, and a view of the rows' latents.
 
-        ``rows`` has the rows of all tokens if the rows of the new tokens have already been written; otherwise it is
-        None.
+        If the rows of the new tokens have already been written to the cache, ``rows`` has the rows of all tokens.
+        Otherwise, ``rows`` is None.
         """
         assert layout.cache is not None
         q, latent, shared = projected
@@ -350,8 +350,8 @@ class LigerLatentAttention(BaseAttention):
     def _up_weight(self, like: Tensor) -> Tensor:
         """Return the weight of ``kv_b_proj`` as [H, N + V, L]. Each head has rows for its key, then for its value.
 
-        If ``kv_b_proj`` is not an ordinary linear layer, for example because it has adapters, it is applied to the
-        identity matrix once per generation. The result then includes the adapters.
+        If ``kv_b_proj`` is not an ordinary linear layer, its weight is computed once per generation, by applying the
+        layer to the identity matrix. For a layer with adapters, the result thus includes the adapters.
         """
         linear = self.kv_b_proj
         if is_plain(linear):

@@ -55,9 +55,9 @@ class AttentionSpec(NamedTuple):
 class Layer(nn.Module):
     """A module that defines its recomputation, its sharding and the initialization of its weights.
 
-    The defaults suit a layer that has no parameters and recomputes nothing. They also apply to modules that are not a
-    `Layer`, except where the results would silently be wrong. For example, `apply_tp` rejects modules with parameters
-    whose gradients would not be summed.
+    The defaults suit a layer that has no parameters and recomputes nothing. Modules that are not a `Layer` are treated
+    as if they had these defaults, unless the results would silently be wrong. For example, `apply_tp` rejects modules
+    with parameters whose gradients would not be summed.
     """
 
     replayable: bool = True
@@ -120,7 +120,7 @@ class Layer(nn.Module):
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
         def moved(tensor: Tensor) -> Tensor:
-            """Apply ``fn`` so that it may move the tensor, but does not round it to half precision."""
+            """Apply ``fn``. If ``fn`` would round to half precision, only move the tensor, and keep it in fp32."""
             like = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
             if like.dtype not in (torch.float16, torch.bfloat16):
                 return fn(tensor)  # type: ignore[no-any-return]
@@ -143,8 +143,8 @@ class Layer(nn.Module):
         """Return the fraction of the forward's operations that the backward repeats under a policy.
 
         The fraction refers to the layer and its submodules, except submodules that return a fraction themselves. None
-        means that the layer does not recompute anything by itself. If its whole block is recomputed, everything is
-        repeated.
+        means that the layer recomputes nothing by itself. Its operations are then repeated only if the whole block is
+        recomputed.
         """
         return None
 
@@ -168,7 +168,10 @@ class Layer(nn.Module):
         return {}
 
     def shard_experts(self, group: Group) -> dict[str, int]:
-        """Keep 1 / R of the experts on each of R ranks (expert parallelism). The result is as in `shard`."""
+        """Keep 1 / R of the experts on each of R ranks (expert parallelism).
+
+        Returns the same kind of result as `shard`.
+        """
         return {}
 
     def shard_tokens(self, group: Group) -> None:

@@ -2,8 +2,8 @@
 
 A layer that can be sharded implements `Layer.shard`, which turns the layer into one rank's shard and returns the
 dimension along which each parameter is sharded. `liger_models.parallel.apply_tp` then shards these parameters and
-replicates all others; both become DTensors. Code that reads a parameter directly calls `local`. If each rank computes
-the parameter's gradient from only its own tokens, the code calls `replicated` instead.
+replicates all others. All parameters become DTensors. Code that reads a parameter directly calls `local`. If each rank
+computes the parameter's gradient from only its own tokens, the code calls `replicated` instead.
 
 Source: https://arxiv.org/abs/1909.08053.
 """
@@ -57,7 +57,7 @@ def sharded_as(like: Any, part: Tensor, shape: torch.Size | None = None) -> Tens
 
 
 def copy_into(parameter: Tensor, values: Tensor) -> None:
-    """Copy values into a parameter. If the parameter is sharded, its shards get the first rank's values."""
+    """Copy values into a parameter. If the parameter is sharded, the values of the first rank are used."""
     if is_sharded(parameter):
         from torch.distributed.tensor import distribute_tensor  # slow to import
 
@@ -72,7 +72,10 @@ def local_or_none(weight: Tensor | None) -> Tensor | None:
 
 
 def replicated(weight: Tensor, group: Group | None) -> Tensor:
-    """Return a replicated weight. If the ranks have different tokens, its gradient is summed over the ranks."""
+    """Return a replicated weight.
+
+    If the ranks have different tokens, the weight's gradient is summed over the ranks.
+    """
     return sum_gradient(local(weight), group) if group is not None and group.sequence_parallel else local(weight)
 
 
@@ -165,6 +168,8 @@ def ranks_of(linear: nn.Linear) -> Group | None:
 
 
 def row_parallel(linear: nn.Linear) -> RowParallelLinear | None:
-    """Return the layer if its inputs are sharded; otherwise None. If a layer is returned, a fused op must call its
-    ``sum``."""
+    """Return the layer if its inputs are sharded; otherwise None.
+
+    A fused op must call the ``sum`` of a returned layer.
+    """
     return linear if isinstance(linear, RowParallelLinear) else None

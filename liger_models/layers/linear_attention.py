@@ -188,8 +188,8 @@ class LinearAttention(Layer):
     ) -> tuple[Tensor, Tensor]:
         """Add ``x`` to ``residual`` and apply the layer to ``norm(residual)``. Returns ``(y, residual)`` [B, T, C].
 
-        The backward recomputes the normalized activations. If ``recompute`` is True, the backward recomputes everything
-        except the output projection.
+        The backward recomputes the normalized activations. If ``recompute`` is True, the backward recomputes the whole
+        layer except the output projection.
         """
         compute = self._call if self.overrides_forward else self._add_norm
         if recomputes(self) and layout.cache is None:
@@ -287,8 +287,9 @@ def run(
     op: Callable[..., Any], reference: Callable[..., Any], *args: Tensor | None, kernel: bool, stateful: bool,
     **options: Any,
 ) -> tuple[Tensor, Any]:  # fmt: skip
-    """Run an op or its reference implementation. Returns ``(result, final state)``. An op's state is None if
-    ``stateful`` is False.
+    """Run an op or its reference implementation.
+
+    Returns ``(result, final state)``. For an op, the final state is None if ``stateful`` is False.
     """
     first = args[0]
     assert first is not None

@@ -55,7 +55,7 @@ class LabeledRows:
 
     The number of these rows is copied to the host asynchronously. If the object is created before the blocks run, the
     copy has finished by the time the head needs the number, so the head never waits for the device. The copy runs on
-    its own stream, so that it does not queue behind optimizer moments that are being offloaded.
+    its own stream, so that it need not wait for copies of offloaded optimizer moments.
     """
 
     def __init__(self, target: Tensor) -> None:
@@ -75,9 +75,10 @@ class LabeledRows:
             self.copied = stream.record_event()
 
     def select(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x [..., C] and the targets, or only n rows of each, which include all rows that have a target.
+        """Return n rows of x [..., C] and of the targets. They include all rows that have a target.
 
-        The number n is a multiple of `ROW_MULTIPLE`. If n is not below the number of rows, all rows are returned.
+        The number n is a multiple of `ROW_MULTIPLE`. If n is not below the number of rows, x and the targets are
+        returned as they are.
         """
         if self.copied is not None:
             self.copied.synchronize()
@@ -140,7 +141,7 @@ class LigerLMHead(nn.Linear, Layer):
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return an input and a weight whose product is the logits before scale and cap.
 
-        A bias and adapters add columns to both matrices, so that every loss is a function of two matrices.
+        A bias and adapters add columns to both matrices. Thus every loss function only needs two matrices.
         """
         return self.with_bias(x, local(self.weight))
 
@@ -165,9 +166,9 @@ class LigerLMHead(nn.Linear, Layer):
     ) -> Any:
         """Return the logits, or, if targets are given, ``(loss, logits)``, where logits are None unless requested.
 
-        If the vocabulary is sharded, each rank computes only a part of the gradient of x. Therefore x must have all
-        tokens and must come from `collectives.copy_to_region`. Every rank returns the loss and the logits over the
-        whole vocabulary.
+        If the vocabulary is sharded, each rank computes only a partial sum of the gradient of x. Therefore x must have
+        all tokens and must be a result of `collectives.copy_to_region`, whose backward adds the partial sums. Every
+        rank returns the loss and the logits over the whole vocabulary.
 
         Args:
             x: [..., C].

@@ -117,7 +117,7 @@ class StateDecay(Layer):
 
 
 class _Sizes(NamedTuple):
-    """For each part of the projection of `LigerMamba2`, the number of rows per unit."""
+    """The number of rows per unit for each part of the projection of `LigerMamba2`."""
 
     gate: int
     value: int
@@ -133,7 +133,7 @@ class LigerMamba2(LinearAttention):
     rows for the gates of the unit's heads, for their values, for a share of the channels of B, for a share of the
     channels of C, and for the step sizes of the heads (one row per head). The rows of ``conv_weight`` are also grouped
     by unit, but cover only values, B and C. Each of R ranks has some of the units. If there are more ranks than groups,
-    the ranks exchange B and C after the convolution.
+    several ranks share a group and exchange its B and C after the convolution.
 
     Args:
         hidden_size: C.

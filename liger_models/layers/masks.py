@@ -46,14 +46,20 @@ class Segments:
 
     @classmethod
     def of(cls, numbers: Tensor) -> "Segments":
-        """Build segments from each token's segment number, [N] int64, ascending. Synchronizes with the device once."""
+        """Build segments from the ascending segment numbers of the tokens, [N] int64.
+
+        Synchronizes with the device once.
+        """
         counts = numbers.unique_consecutive(return_counts=True)[1]
         cu_seqlens, lengths = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), counts.tolist()
         return cls(cu_seqlens, max(lengths), lengths)
 
     @classmethod
     def of_parts(cls, visible: Tensor, part: Tensor, recurring: bool = False) -> "Segments":
-        """Group queries that attend to the same parts; see `parts_mask`. Synchronizes with the device."""
+        """Build a segment for each group of queries that attend to the same parts; see `parts_mask`.
+
+        Synchronizes with the device.
+        """
         B, T, _ = visible.shape
         row = torch.arange(B, device=visible.device)[:, None, None].expand(-1, T, -1)
         # Queries of a row that attend to the same parts form one segment.
@@ -71,7 +77,7 @@ class Segments:
 
     @classmethod
     def of_rows(cls, B: int, T: int, cu_seqlens: Tensor | None, device: torch.device) -> "Segments":
-        """Build one segment per packed document, or per row of the batch [B, T] if ``cu_seqlens`` is None."""
+        """Build one segment per packed document. If ``cu_seqlens`` is None, build one per row of the batch [B, T]."""
         bounds = torch.arange(0, (B + 1) * T, max(T, 1), device=device)
         if cu_seqlens is not None:
             bounds = torch.cat([bounds, cu_seqlens.to(device, torch.int64).clamp(max=B * T)]).sort()[0]
@@ -147,7 +153,7 @@ def takes_segments(device: torch.device, dtype: torch.dtype | None, head_dim: in
 class Mask:
     """The mask of all layers with the same window, in one of several forms.
 
-    If no form is set, attention is plainly causal or, in a bidirectional layout, covers all tokens.
+    If no form is set, no mask is needed: attention is causal or, in a bidirectional layout, covers all tokens.
 
     Attributes:
         block: the form for flex_attention.

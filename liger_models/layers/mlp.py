@@ -132,7 +132,7 @@ class GatedMLP(Layer):
         """Add ``x`` to ``residual`` and apply the MLP to ``norm(residual)``. Returns ``(y, residual)``, both [..., C].
 
         Without a norm, the MLP is applied to the sum. The backward recomputes the normalized activations and the gated
-        product. If ``recompute`` is True, it also recomputes the gate and up projection.
+        product. If ``recompute`` is True, the backward also recomputes the gate and up projection.
         """
         fused = None
         if self._fuses(residual) and not self._must_be_called():
@@ -199,7 +199,7 @@ class LigerXIELU(Layer):
     """The parameters of xIELU: two trained coefficients, and two constants that come from the checkpoint.
 
     The coefficients are ``softplus(alphas[0])`` and ``constants[0] + softplus(alphas[1])``; the constants are β and ε.
-    A new layer has the coefficients 0.8 and 0.8, and the constants 0.5 and −1e-6.
+    In a new layer, both coefficients are 0.8, β is 0.5, and ε is −1e-6.
 
     Source: https://arxiv.org/abs/2411.13010.
     """
@@ -227,7 +227,7 @@ class LigerXIELU(Layer):
         return True
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Replicate the coefficients; the ranks have different columns of the activation's input."""
+        """Replicate the coefficients. Each rank applies them to its own columns of the activation's input."""
         self.group = group
         return {}
 
@@ -329,8 +329,8 @@ class LigerMLP(Layer):
     def add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Add ``x`` to ``residual`` and apply the MLP to ``norm(residual)``. Returns ``(y, residual)``, both [..., C].
 
-        The backward recomputes the normalized activations. If ``recompute`` is True, the backward recomputes everything
-        except the sum of ``x`` and ``residual``.
+        The backward recomputes the normalized activations. If ``recompute`` is True, the backward recomputes the whole
+        MLP, but not the sum of ``x`` and ``residual``.
         """
         if recomputes(self):
             residual, _ = add_norm(None, x, residual)  # only the sum is saved
@@ -438,7 +438,10 @@ class LigerTiledGEGLUMLP(TiledMLP, LigerGEGLUMLP):
 
 
 def _configured_act(name: str, config: MLPConfig, default: str, allowed: tuple[str, ...]) -> str:
-    """Return the kernels' name for a configuration's activation; ``default`` applies if there is no ``hidden_act``."""
+    """Return the name that kernels use for the activation ``hidden_act``.
+
+    If it is not configured, ``default`` is used.
+    """
     hidden_act = getattr(config, "hidden_act", default)
     if hidden_act not in allowed:
         raise ValueError(f"{name}: hidden_act must be one of {allowed}, got {hidden_act!r}.")

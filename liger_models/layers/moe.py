@@ -42,7 +42,7 @@ MATRICES = ("gate_up_weight", "down_weight")
 
 
 class CorrectionBias(Layer):
-    """A bias for each expert, which the router adds to the experts' scores only to choose experts, not to weight them.
+    """A bias for each expert. The router adds the bias to the expert's score to choose experts, but not to weight them.
 
     The biases balance the load of the experts. They are in fp32 whatever the dtype of the model, and they get no
     gradient, so an optimizer does not change them; see `update_correction_biases`.
@@ -341,7 +341,7 @@ class LigerMoE(Layer):
         return self._route(router_logits)[1]
 
     def _route(self, logits: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(weights [N, K], experts [N, K], logits [N, X])``; ``experts`` replace the router's choice.
+        """Return ``(weights [N, K], experts [N, K], logits [N, X])``. Given ``experts`` replace the router's choice.
 
         Routing is never recomputed, because the backward must use the same experts as the forward.
         """
@@ -353,7 +353,7 @@ class LigerMoE(Layer):
     def _mix(
         self, x: Tensor, weights: Tensor, experts: Tensor, logits: Tensor, addend: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the weighted sum of the experts' outputs for x, [..., C], and all tokens' router logits [N, X].
+        """Return the weighted sum of the experts' outputs for x, [..., C], and the router logits of all tokens, [N, X].
 
         If ``addend`` [..., C] is not None, it is added to the sum.
         """
@@ -412,7 +412,9 @@ class LigerMoE(Layer):
     def _of_all_tokens(
         self, weights: Tensor, experts: Tensor, logits: Tensor, shape: torch.Size, group: Group
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the router's results for all tokens. They are gathered if the ranks have different tokens.
+        """Return the router's results for all tokens.
+
+        If the ranks have different tokens, the results of all ranks are gathered.
 
         ``shape`` is [B, T], the shape of all tokens.
         """
@@ -434,7 +436,7 @@ class LigerSharedExpertMoE(Layer):
 
     Without a gate, the result is ``experts(x) + shared_expert(x)``.
 
-    The routed experts are a separate layer, because expert parallelism distributes only them.
+    The routed experts are a separate layer, because expert parallelism distributes only the routed experts.
 
     Args:
         hidden_size, intermediate_size, num_experts, routing: as in `LigerMoE`.
@@ -516,8 +518,7 @@ class LigerSharedExpertMoE(Layer):
 
 @torch.no_grad()
 def update_correction_biases(model: Any, experts: Tensor, rate: float = 1e-3) -> None:
-    """Adjust each `CorrectionBias` so that routers choose experts with few tokens more often, and other experts less
-    often.
+    """Raise the `CorrectionBias` of each expert that got fewer tokens than average, and lower it for all other experts.
 
     Call this function after the backward of a step, on all ranks. In each layer, the bias of expert ``e`` changes by
     ``rate · sign(mean(load) − load_e)``, where ``load_e`` is the number of tokens that expert ``e`` had on all

@@ -117,7 +117,10 @@ class LigerRMSNorm(Layer):
         return self._parameters.keys() <= {"weight"}
 
     def local_weight(self, x: Tensor) -> Tensor:
-        """Return the weight [C], or this rank's part of it; ones in the dtype of x if there is no weight."""
+        """Return the weight [C] or, if it is sharded, this rank's part.
+
+        Without a weight, return ones in the dtype of x.
+        """
         if self.weight is None:
             return x.new_ones(self.hidden_size)
         weight = local(self.weight)
@@ -207,7 +210,7 @@ class LigerLayerNorm(Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize the weight as ``init_fn`` says, and the bias as the constructor's argument ``bias`` says."""
+        """Initialize the weight and the bias as the constructor's arguments ``init_fn`` and ``bias`` specify."""
         nn.init.ones_(self.weight) if self.init_fn == "ones" else nn.init.zeros_(self.weight)
         if self.bias is not None:
             nn.init.normal_(self.bias) if self.random_bias else nn.init.zeros_(self.bias)
@@ -316,9 +319,9 @@ def is_fusible(*linears: nn.Module) -> bool:
 
 
 def _attribute(linear: nn.Module, name: str) -> Any:
-    """Return an attribute that ordinary linear layers lack, or None.
+    """Return an attribute that ordinary linear layers lack; None if the layer does not have it.
 
-    For ordinary layers, the attribute is not looked up, because the search for a missing attribute takes a microsecond.
+    The attribute is not looked up in ordinary layers, because the search for a missing attribute takes a microsecond.
     """
     return None if type(linear) in ORDINARY_LINEARS else getattr(linear, name, None)
 
@@ -346,13 +349,16 @@ def low_rank_of(linear: nn.Module, dtype: torch.dtype) -> LowRank | None:
 
 
 def row_order(linear: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """Return a function that reorders a fused op's outputs to the layer's order; None if the order is the same."""
+    """Return a function that puts the outputs of a fused op into the layer's order; None if they are in this order."""
     order: Callable[[Tensor], Tensor] | None = _attribute(linear, "row_order")
     return order
 
 
 def weight_of(linear: nn.Linear, x: Tensor) -> Weight:
-    """Return this rank's part of a layer's weight in autocast's dtype. The result is dense or a `FrozenWeight`."""
+    """Return this rank's part of a layer's weight in autocast's dtype.
+
+    The result is a dense tensor or a `FrozenWeight`.
+    """
     frozen: FrozenWeight | None = _attribute(linear, "frozen_weight")
     weight = local(linear.weight) if frozen is None else frozen
     device = x.device.type

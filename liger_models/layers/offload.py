@@ -35,7 +35,7 @@ run."""
 def offloaded_blocks(blocks: int, count: int) -> frozenset[int]:
     """Choose ``count`` evenly spread blocks of a model for offloading, excluding the last two if possible.
 
-    The copies overlap with the forward and the backward of the other blocks.
+    Because the blocks are spread, their copies overlap with the forward and the backward of other blocks.
     """
     span = max(blocks - 2, count)
     return frozenset(index * span // count for index in range(count))
@@ -44,9 +44,9 @@ def offloaded_blocks(blocks: int, count: int) -> frozenset[int]:
 class Inbound:
     """Sequential copies from host memory to an accelerator, on two alternating streams.
 
-    A GPU processes all queued copies of one stream before the copies of other streams. If there were a single stream, a
-    copy in the compute stream would wait for all prefetches in flight. FSDP2 makes such a copy in the backward of each
-    block.
+    A GPU processes all queued copies of one stream before the copies of other streams. With a single stream, a copy in
+    the compute stream would therefore wait for all prefetches in flight. FSDP2 makes such a copy in the backward of
+    each block.
 
     Attributes:
         streams: the two streams; the next copy runs on the first one.
@@ -61,7 +61,10 @@ class Inbound:
         self.streams[0].wait_event(event)
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.Event:
-        """Start copying the second tensor of each pair to the first, both [N] uint8. Returns the completion event."""
+        """For each pair of tensors, both [N] uint8, start copying the second tensor to the first.
+
+        Returns the completion event.
+        """
         for target, host in pairs:
             for part, piece in zip(target.split(SLICE), host.split(SLICE), strict=True):
                 # Each slice waits for the previous one on the other stream, so that other copies can run in between.
@@ -173,7 +176,8 @@ class Offload:
     def saving(self, leave: bool) -> saved_tensors_hooks:
         """Context manager for running a block. If ``leave`` is True, the tensors that the block saves are offloaded.
 
-        When the backward reaches a block that ran within this context, it prefetches the tensors of earlier blocks.
+        When the backward reaches a block that ran within this context, copies of the tensors of earlier blocks are
+        started.
         """
         return saved_tensors_hooks(self._pack if leave else self._keep, self._unpack)
 

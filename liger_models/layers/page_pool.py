@@ -1,4 +1,4 @@
-"""A paged cache for a changing set of rows, which take pages for their tokens and give the pages back later."""
+"""A paged cache for a changing set of rows. Each row takes pages for its tokens and gives the pages back later."""
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ class PagePool(PagedCache):
     """A `PagedCache` whose pages are allocated and freed individually. Several rows may hold the same page.
 
     The host assigns pages to rows in its own table, which `resume` copies to the device. As with `PagedCache`, a step
-    can be captured in a CUDA graph, because ``lengths``, ``remaining`` and the table stay at the same addresses. A
-    finished row does no harm in a step: it writes to page 0, which is never assigned, and attends to one token. Its
-    linear-attention states become invalid.
+    can be captured in a CUDA graph, because ``lengths``, ``remaining`` and the table stay at the same addresses. A step
+    may include finished rows. A finished row writes to page 0, which is never assigned to a row, and attends to one
+    token. The linear-attention states of a finished row become invalid.
 
     Call `fill` before a forward of prompts, `resume` before a series of steps, and `step` before each step.
 
@@ -151,7 +151,7 @@ class PagePool(PagedCache):
         self.pages, self.length, self.width = Pages(self._table, self.lengths), 1, 1
 
     def speculate(self, n: int, offset: int = 0) -> Tensor:
-        """Prepare a forward of n tokens per row. `accept` then keeps some of them, starting from the first.
+        """Prepare a forward of n tokens per row. After it, `accept` keeps the first tokens of each row.
 
         In this forward, each token is a separate row of the batch: the batch has ``rows · n`` rows, and the n tokens of
         a row of the pool are consecutive. Neither ``lengths`` nor the linear-attention states change.
@@ -170,14 +170,17 @@ class PagePool(PagedCache):
         return positions
 
     def keep_states(self, layer: int, *states: Tensor) -> None:
-        """Store a layer's states after one token. Calls are in the order of the tokens that `speculate` prepared."""
+        """Store a layer's states after one token.
+
+        Call this for the tokens in the order in which `speculate` prepared them.
+        """
         self._drafted.setdefault(layer, []).append(states)
 
     def accept(self, counts: Tensor) -> None:
         """Of the tokens that `speculate` prepared, accept the first ``counts`` [rows] of each row, and keep the states
         after them.
 
-        The caller writes ``lengths`` and ``remaining``.
+        The caller must update ``lengths`` and ``remaining``.
         """
         if not self._drafted:
             return

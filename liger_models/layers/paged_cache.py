@@ -23,8 +23,8 @@ class PagedCache(DecodeCache):
     replayed for later tokens and for other prompts.
 
     Call `start` before a forward of prompts, `settle` after it, and `step` before each forward of one token per row.
-    ``length`` is the number of tokens, including padding, that the host has counted. The host does not count replayed
-    steps, so in a step it only matters whether ``length`` is 0.
+    ``length`` is the number of tokens, including padding, that the host has counted. Because the host does not count
+    replayed steps, a step only reads whether ``length`` is 0.
 
     Args:
         rows: number of rows in a step. If the prompts need fewer rows, the remaining rows repeat the last one.
@@ -145,7 +145,7 @@ class PagedCache(DecodeCache):
         return x if self._prompts == self.rows else x[self._prompt]
 
     def settle(self) -> bool:
-        """For each prompt, copy its partly filled page and its entries of ``extra`` to its rows.
+        """For each prompt, copy the partly filled page and the entries of ``extra`` to all rows of the prompt.
 
         Returns:
             Whether ``extra`` has the same addresses as for earlier prompts, so that a captured step remains valid.
@@ -208,7 +208,7 @@ class PagedCache(DecodeCache):
         return None if self.pages is None or layer not in self._layers else (self._layers[layer][0], self.slots)
 
     def replace_states(self, layer: int, *states: Tensor) -> None:
-        """Like `DecodeCache.replace_states`, but at fixed addresses."""
+        """Like `DecodeCache.replace_states`, but the addresses of the states do not change."""
         if self.bounds is not None:  # every second state comes after padding
             states = tuple(state[::2] for state in states)
         states = states if self.pages is not None else tuple(map(self._of_prompts, states))

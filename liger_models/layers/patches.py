@@ -37,7 +37,10 @@ class Patches(NamedTuple):
         return torch.stack([self.row, self.column])[:, None]
 
     def take(self, order: Tensor, unit: int) -> "Patches":
-        """Reorder the patches in groups of ``unit`` patches, where ``order`` [N / unit] int64 has indices of groups."""
+        """Reorder groups of ``unit`` patches.
+
+        ``order`` [N / unit] int64 lists the index of each group in the new order.
+        """
         return Patches(*(column.unflatten(0, (-1, unit))[order].flatten() for column in self))
 
 
@@ -158,7 +161,7 @@ def mrope_positions(
 
 
 def count_torn(here: Tensor, sizes: Tensor, parts: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Count the image tokens that should directly follow the previous token of the same part but do not.
+    """Count the image tokens that do not directly follow the previous token of the same part, although they should.
 
     Args:
         here: [B, T] bool, whether each token belongs to one of the images (or videos).
@@ -178,7 +181,7 @@ def count_torn(here: Tensor, sizes: Tensor, parts: Tensor, cu_seqlens: Tensor | 
 
 
 def ends_of_runs(inside: Tensor) -> Tensor:
-    """Map each True entry of ``inside`` [B, T] to the last index of its run, and each other entry to its own index."""
+    """Map each True entry of ``inside`` [B, T] to the last index of its run of True, and any other to its own index."""
     T = inside.shape[1]
     index = torch.arange(T, device=inside.device).expand_as(inside)
     last = inside & ~torch.nn.functional.pad(inside, (0, 1))[:, 1:]
@@ -237,8 +240,8 @@ def resample_positions(weight: Tensor, patches: Patches) -> Tensor:
 
 
 def _averaging_weights(index: Tensor, length: Tensor, side: int, dtype: torch.dtype) -> Tensor:
-    """Return the weights of ``side`` points, [N, side], for each of N positions on a line resampled to ``length``
-    points."""
+    """For each of N positions on a line of ``length`` points, return the weights of the ``side`` original points, [N,
+    side]."""
     scale = side / length.clamp_min(1).to(dtype)
     center = (index.to(dtype) + 0.5) * scale
     points = torch.arange(side, device=index.device, dtype=dtype) + 0.5
@@ -256,7 +259,10 @@ def _aligned_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple[T
 
 
 def _unaligned_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
-    """Like `_aligned_neighbors`, but for lines whose ends coincide. Neighbors outside of the line have the weight 0."""
+    """Like `_aligned_neighbors`, but the borders of both grids coincide.
+
+    Neighbors outside of the line have the weight 0.
+    """
     position = (index.float() + 0.5) * side / length - 0.5
     first = position.floor()
     distance, first = position - first, first.long()
@@ -268,7 +274,7 @@ def _unaligned_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple
 
 
 def _cubic_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the four neighbors of each position, and their weights, for lines whose ends coincide.
+    """Return the four neighbors of each position, and their weights, if the borders of both grids coincide.
 
     The weight of a neighbor is a cubic function of its distance, with PyTorch's parameter −0.75. A weight may be
     negative.
@@ -299,7 +305,7 @@ def _share_out(here: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _split_by(sizes: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Map indices into concatenated items of the given sizes to ``(item, index within the item)``."""
+    """For each index into a concatenation of items of the given sizes, return ``(item, index within the item)``."""
     ends = sizes.cumsum(0)
     item = torch.searchsorted(ends, index, right=True).clamp_max(len(sizes) - 1)
     return item, index - (ends - sizes)[item]

@@ -59,7 +59,7 @@ class LigerQKNormAttention(LigerAttention):
         """The process group over whose heads the norms average; None if they average only over this rank's heads."""
 
     def shard(self, group: Group) -> dict[str, int]:
-        """See `LigerAttention.shard`. Norms over all heads average over the heads of all ranks."""
+        """See `LigerAttention.shard`. A norm over all heads uses the mean of squares over the heads of all ranks."""
         dims = super().shard(group)
         if not self.whole_projection:
             # All ranks normalize their own heads with the same weights, so the gradients of the weights are summed over
@@ -71,7 +71,10 @@ class LigerQKNormAttention(LigerAttention):
         return {**dims, "q_norm.weight": 0, "k_norm.weight": 0}
 
     def shard_tokens(self, group: Group) -> None:
-        """See `LigerAttention.shard_tokens`. Norms over all heads average over the heads of all ranks."""
+        """See `LigerAttention.shard_tokens`.
+
+        A norm over all heads uses the mean of squares over the heads of all ranks.
+        """
         super().shard_tokens(group)
         self.mean_group = group if self.whole_projection else None
 

@@ -17,7 +17,7 @@ _REPEATS: ContextVar[bool | None] = ContextVar("repeats", default=None)
 def is_hooked(module: nn.Module) -> bool:
     """Whether calling the module runs code other than its class's forward: hooks, or a replaced forward.
 
-    Hooks whose attribute ``only_checks`` is True do not count, because they can only raise errors.
+    Hooks whose attribute ``only_checks`` is True are ignored, because they do nothing but raise errors.
     """
     return "forward" in module.__dict__ or has_hooks(module)
 
@@ -45,21 +45,24 @@ def run_preparing_hooks(module: nn.Module) -> None:
 def repeats() -> bool | None:
     """Whether the running block is being recomputed in the backward; None outside of `run_again`.
 
-    A recomputed block stops at the last tensor that the backward needs.
+    The recomputation of a block stops after the last tensor that the backward needs.
     """
     return None if torch.compiler.is_compiling() else _REPEATS.get()
 
 
 def recomputes(part: Any) -> bool:
-    """Whether a part of a block is to be recomputed on its own. This is False if the whole block is recomputed."""
+    """Whether a part of a block is to be recomputed on its own.
+
+    The result is False if the whole block is recomputed.
+    """
     return bool(part.recompute) and torch.is_grad_enabled() and repeats() is None
 
 
 def draws(part: nn.Module, dropout: float) -> bool:
     """Whether a part of a block may draw random numbers.
 
-    It may do so in dropout and in hooks or wrappers of its layers. In training, it may also do so in layers from
-    outside of this package.
+    Random numbers may be drawn by dropout, and by hooks or wrappers of the layers. In training, layers from outside of
+    this package may also draw random numbers.
     """
     return (part.training and dropout > 0) or any(
         is_hooked(module)

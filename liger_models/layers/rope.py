@@ -43,8 +43,8 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN: divides low frequencies by ``factor``, keeps high frequencies, and blends the two in between.
 
-    ``beta_fast`` and ``beta_slow`` are the limits for high and low frequencies. Their unit is the number of turns over
-    the original length.
+    A frequency is high if it makes at least ``beta_fast`` turns over the original length, and low if it makes at most
+    ``beta_slow`` turns.
     """
 
     factor: float
@@ -117,7 +117,7 @@ def yarn_attention_factor(scaling: YarnScaling) -> float:
 
 
 def longrope_attention_factor(scaling: LongRopeScaling, max_position_embeddings: int) -> float:
-    """Return the factor by which cos and sin are multiplied. It is the same for the short and the long divisors."""
+    """Return the factor for cos and sin, which is the same for short and for long documents."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     original = scaling.original_max_position_embeddings
@@ -175,7 +175,7 @@ def _yarn_frequencies(base: Tensor, width: int, theta: float, scaling: YarnScali
 def switch_columns(rotary: Iterable[Layer], positions: Tensor) -> list[int]:
     """Return the columns at which a row is long enough to switch its frequencies (`LongRopeScaling`).
 
-    The keys that are cached before such a column were rotated with the old frequencies.
+    Cached keys from before such a column were rotated with the old frequencies.
 
     Args:
         rotary: the rotary embeddings of a model.
@@ -190,11 +190,12 @@ class RotaryEmbedding(Layer):
     """Computes cos and sin of every token's position in fp32.
 
     The frequencies are computed in fp32 from the config. They are neither parameters nor buffers, so casts,
-    initialization on the meta device and checkpoints do not change them. They move to the device of the module.
+    initialization on the meta device and checkpoints do not change them. If the module moves to another device, the
+    frequencies move, too.
 
-    With `DynamicScaling` and `LongRopeScaling`, the frequencies depend on the length of the document, so that each
-    document of a batch is rotated as if it were alone. If ``by_document`` is False, the frequencies depend on the
-    longest row of the batch, as in transformers.
+    With `DynamicScaling` and `LongRopeScaling`, the frequencies of each document depend on its own length, as if the
+    document were alone in the batch. If ``by_document`` is False, the frequencies depend on the longest row of the
+    batch, as in transformers.
 
     Args:
         width: number of rotated dimensions, which must be even. It is the head dimension, or less for partial rotation.
@@ -336,7 +337,7 @@ class ProportionalRotaryEmbedding(RotaryEmbedding):
 
 
 class MultimodalRotaryEmbedding(RotaryEmbedding):
-    """Computes cos and sin of positions in time, height and width (M-RoPE). Each frequency applies to one of them.
+    """Computes cos and sin of positions in time, height and width (M-RoPE). Each frequency applies to one of the three.
 
     Args:
         width, theta, scaling, max_position_embeddings: as in `RotaryEmbedding`.

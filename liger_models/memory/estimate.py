@@ -80,7 +80,7 @@ class TrainingMemory(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Bytes that the forward saves for the backward outside of the blocks."""
+        """Bytes that all parts outside of the blocks save for the backward."""
         return self.activations["none"] - sum(saved.total for saved in self.blocks["none"])
 
     def excess(self, policy: str, index: int) -> int:
@@ -324,7 +324,7 @@ def _saved_by_block(model: Decoder, policy: str, tokens: int, dtype: torch.dtype
 
 
 def _description(block: nn.Module) -> str:
-    """Return a text that is the same for all blocks that differ only in their index and in the values of parameters."""
+    """Describe a block without its index and the values of its parameters, so that equal blocks have the same text."""
     skipped = {"_parameters", "_buffers", "_modules", "layer"}
     tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
     parts = [

@@ -181,7 +181,7 @@ def plan_memory(
 
 
 def _plan(search: Search, candidate: Candidate, budget: int) -> MemoryPlan:
-    """Turn a candidate into a plan: choose its blocks, and compute the parts of its peak and its relative time."""
+    """Turn a candidate into a plan: choose the blocks, and compute the parts of the peak and the relative time."""
     # Choose the candidate's blocks, and compute the parts of its peak.
     memory, times, blocks = search.memory, search.times, range(search.blocks)
     policies = search.policies(candidate)

@@ -3,8 +3,8 @@
 Blocks that save the same bytes and take the same time to recompute are of one type, and the search only chooses how
 many blocks of each type get each policy. The peak depends on two sums over blocks (bytes kept on the device, and bytes
 offloaded) and on two maxima: the most bytes that the backward of a block recomputes, and the bytes of the largest
-offloaded tensor. The search tries all pairs of upper bounds for the two maxima. For fixed bounds, the choices differ
-only in their sums, and a choice is dropped if another choice takes fewer bytes and less time.
+offloaded tensor. The search tries all pairs of upper bounds for the two maxima. Choices within the same bounds are
+compared only by their sums. A choice is dropped if another choice takes fewer bytes and less time.
 """
 
 import functools
@@ -192,11 +192,12 @@ class Search:
             self.fastest = Candidate(best_stay, best_away, case.offload, int(host_counts[best]), in_backward)
 
     def _peaks(self, case: Case, away: Tensor, freed: Tensor, in_backward: bool) -> tuple[Tensor, Tensor]:
-        """Compute two tables [H, A] of peaks: one while activations exist, and one after activations are freed.
+        """Compute two tables [H, A]: the peaks while activations exist, and the peaks after activations are freed.
 
-        The first table does not include the bytes that stay on the device; the caller adds them. The peaks in the
-        second table occur at the end of the backward or when the optimizer steps. The larger of the two peaks must
-        agree with `TrainingMemory.parts`, which computes the peak of a single candidate.
+        The peaks in the first table do not include the activations that stay on the device. The caller adds the bytes
+        of these activations. The peaks in the second table occur at the end of the backward or when the optimizer
+        steps. The larger of the two peaks must agree with `TrainingMemory.parts`, which computes the peak of a single
+        candidate.
         """
         memory = self.memory
         # Compute what exists all the time, [H, 1], and what the backward of a block adds, [A].
@@ -237,15 +238,15 @@ class Search:
         return torch.tensor([sum(moments[index] for index in blocks) for blocks in choices])
 
     def _count_types(self, offloaded: Collection[int], is_away: bool) -> tuple[tuple[int, int], ...]:
-        """Return pairs (type, number of blocks). Count the offloaded blocks if ``is_away`` is True, and otherwise the
-        blocks that stay on the device."""
+        """Return the number of blocks of each type, as pairs (type, number). Count the offloaded blocks if ``is_away``
+        is True, and otherwise the blocks that stay on the device."""
         counts = Counter(block_type for index, block_type in enumerate(self.type_of) if (index in offloaded) == is_away)
         return tuple(sorted(counts.items()))
 
     def _best_sums(self, counts: tuple[tuple[int, int], ...], ceiling: int, largest: int | None) -> Tensor:
-        """For all choices of policies for some blocks, compute the sums [N, columns] over these blocks, fastest first.
+        """Compute the sums over some blocks for each choice of their policies, [N, columns], fastest choice first.
 
-        Sums that are worse than another sum are dropped.
+        A choice may be dropped if a faster choice needs no more bytes.
 
         Args:
             counts: pairs of a type and a number of blocks of this type.
@@ -281,9 +282,9 @@ class Search:
     def policies(self, candidate: Candidate) -> list[str]:
         """Return the policy of each block.
 
-        Among the blocks that stay on the device, the blocks that save the fewest bytes come first, because the backward
-        frees the first blocks last. Among the offloaded blocks, the blocks that save many bytes are evenly spread,
-        because only a limited number of bytes can be copied at a time.
+        Blocks that keep their activations on the device are ordered by saved bytes, fewest first, because the backward
+        frees the activations of the first blocks last. Among the offloaded blocks, the blocks that save many bytes are
+        evenly spread, because only a limited number of bytes can be copied at a time.
         """
         offloaded = offloaded_blocks(self.blocks, candidate.offload_layers)
         policies = [""] * self.blocks
@@ -314,7 +315,8 @@ class Search:
 def host_blocks(blocks: int, count: int, offloaded: Collection[int]) -> tuple[int, ...]:
     """Choose the ``count`` blocks whose moments are kept in host memory.
 
-    They are evenly spread over the blocks that are not offloaded or, if there are too few of these, over all blocks.
+    The chosen blocks are evenly spread over the blocks that are not offloaded. If fewer than ``count`` blocks are not
+    offloaded, the chosen blocks are evenly spread over all blocks.
     """
     stay = [index for index in range(blocks) if index not in offloaded]
     pool = stay if count <= len(stay) else range(blocks)
@@ -322,9 +324,9 @@ def host_blocks(blocks: int, count: int, offloaded: Collection[int]) -> tuple[in
 
 
 def _pareto(sums: Tensor) -> Tensor:
-    """Sort the sums [N, columns] by time, and drop sums for which a faster sum needs no more bytes.
+    """Sort the rows of ``sums`` [N, columns] by time, and drop rows for which a faster row needs no more bytes.
 
-    With one comparison per sum, the function drops most of these sums, but not all.
+    Each row is compared with only one faster row, so most of the rows that could be dropped are dropped, but not all.
     """
     for column in (KEPT, MOVED, SECONDS):  # the sorts are stable, so the last column is the first criterion
         sums = sums[sums[:, column].sort(stable=True).indices]

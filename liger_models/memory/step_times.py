@@ -49,7 +49,7 @@ class StepTimes(NamedTuple):
     accumulate: int
 
     def step(self, recomputed: Any, moved: Any, moments: Any, in_backward: bool) -> Tensor:
-        """Compute the seconds of a step. If the first three arguments are tensors, the result is elementwise.
+        """Compute the seconds of a step. If the first three arguments are tensors, so is the result.
 
         Offloaded activations are copied to the host during the forward, and to the device during the backward. Moments
         are copied in both directions during the optimizer's step, or during the backward if the optimizer steps there.
@@ -132,9 +132,10 @@ def _operations(module: nn.Module, tokens: int, length: int) -> tuple[float, flo
 
 
 def _shares(module: nn.Module, policy: str, share: float) -> Iterator[tuple[nn.Module, float]]:
-    """Yield pairs: a module of a block, and the fraction of the module's operations that the backward repeats.
+    """For each module in a block, yield the module and the fraction of its operations that the backward repeats.
 
-    ``share`` is the fraction for modules that do not define ``recomputed_share``.
+    If a module does not define its fraction (`Layer.recomputed_share`), the fraction of its parent applies. ``share``
+    is the fraction of the parent of ``module``.
     """
     answer = module.recomputed_share(policy) if isinstance(module, Layer) else None
     share = share if answer is None else answer
@@ -234,7 +235,7 @@ def _measure_blocks(
 def _run(block: nn.Module, policy: str, embeds: Tensor, layout: Any, device: torch.device) -> tuple[float, float]:
     """Measure the seconds of a block's forward, and the seconds of forward and backward together.
 
-    Both results are medians over several runs, not counting the first run.
+    Both results are medians over several runs. The first run is not counted.
     """
     recomputes = policy == "full" and is_replayable(block) and not is_compiled(block)
     forward: Callable[..., Any] = functools.partial(run_again, block) if recomputes else block

@@ -150,7 +150,7 @@ def check_first_forward(
 
 
 class _Refusal:
-    """A list of parameter names that raises ValueError when DistributedDataParallel reads the list."""
+    """A stand-in for a list of parameter names, which raises ValueError when DistributedDataParallel reads the list."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -166,9 +166,9 @@ class _Refusal:
 def weight_samples(model: Decoder) -> dict[str, int]:
     """Map each weight's name to its sample: the sum of the bits of its first `SAMPLED` elements before sharding.
 
-    Samples differ if a rank has loaded another checkpoint or initialized weights with another seed. Weights on the
-    meta device have no sample, and neither have weights that were loaded after a first call of `apply_tp`, `apply_cp`
-    or `apply_ep`.
+    Samples differ if a rank has loaded another checkpoint or initialized weights with another seed. Two kinds of
+    weights have no sample: weights on the meta device, and weights that were loaded after a first call of `apply_tp`,
+    `apply_cp` or `apply_ep`.
     """
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, FirstForward):
@@ -236,7 +236,8 @@ def _check_averaged(model: Decoder, replicas: Collection[int]) -> None:
 
 
 def _check_hand_written(model: Decoder) -> None:
-    """Raise ValueError if ``fully_shard`` has left out trained parameters. Their gradients would not be averaged."""
+    """Raise ValueError if ``fully_shard`` has sharded only some of the trained parameters. The gradients of the other
+    parameters would not be averaged."""
     if fsdp_modules(model) and not _all_in_fsdp(model):
         trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
         left_out = next((name for name in trained if not is_sharded(model.get_parameter(name))), "some")
@@ -254,7 +255,7 @@ def _all_in_fsdp(module: nn.Module) -> bool:
 
 
 def _facts_of_model(model: Decoder) -> dict[str, str]:
-    """Return what must be the same on all ranks: a mapping from names of settings and parameters to descriptions."""
+    """Map the names of settings and parameters to descriptions, which must be the same on all ranks."""
     config = model.config
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     facts = {"the class": type(model).__name__, **{name: repr(value) for name, value in fields.items()}}
@@ -270,7 +271,7 @@ def _facts_of_model(model: Decoder) -> dict[str, str]:
 
 
 def _facts_of_batch(batch: Mapping[str, Any]) -> dict[str, str]:
-    """Return what must be the same on ranks that share a batch: a mapping from argument names to descriptions."""
+    """Map the names of a batch's arguments to descriptions, which must be the same on ranks that share the batch."""
     facts = {}
     for name, value in batch.items():
         if isinstance(value, Tensor):
@@ -294,7 +295,10 @@ def _digest(facts: dict[str, str]) -> bytes:
 
 
 def _gather(mine: Any, groups: Iterable[dist.ProcessGroup]) -> list[Any]:
-    """Gather the values of all ranks, ordered by rank. Each group gathers the results of the group before it."""
+    """Gather the values of all ranks, ordered by rank.
+
+    Each group gathers what its ranks have gathered in the group before.
+    """
     values = [mine]
     for group in groups:
         parts: list[Any] = [None] * group.size()

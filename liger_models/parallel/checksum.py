@@ -1,4 +1,4 @@
-"""Checksums of weights, sharded or not. A resumed run uses them to recognize the base weights under its adapters."""
+"""Checksums of weights, sharded or not. With them, a resumed run checks that the base weights have not changed."""
 
 import hashlib
 from collections.abc import Iterable
@@ -18,7 +18,9 @@ _sums: Any = WeakTensorKeyDictionary()
 
 @torch.no_grad()
 def weight_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a digest of tensors. It covers each tensor's name, and the sum of its elements' bits, read as integers.
+    """Return a digest of tensors, which covers the name of each tensor and the sum of its elements.
+
+    For the sum, the bits of each element are read as an integer.
 
     If a tensor is sharded, all ranks must call this function.
 
@@ -75,7 +77,7 @@ def _sum_of_shard(tensor: Tensor) -> Tensor:
 
 
 def version_of(tensor: Tensor) -> tuple[int, int]:
-    """Return two numbers that change when a tensor is written to, either as a DTensor or through this rank's shard."""
+    """Return two numbers: one changes when a DTensor is written to, the other when this rank's shard is written to."""
     return tensor._version, local(tensor)._version
 
 

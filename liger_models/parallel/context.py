@@ -23,8 +23,8 @@ def apply_cp(model: Model, mesh: DeviceMesh, *, averaged: bool = False) -> Model
     padding, windows and softcaps work as they do on one rank. Every rank runs the complete vision tower.
 
     Weights are replicated. Call `apply_fsdp` afterwards with the same mesh, to shard the weights over all ranks and
-    to average the gradients. DistributedDataParallel over all ranks averages the gradients, too. If you use neither,
-    the first training forward raises an error.
+    to average the gradients. Alternatively, use DistributedDataParallel over all ranks, which also averages the
+    gradients. Without `apply_fsdp` and DistributedDataParallel, the first training forward raises an error.
 
     Args:
         model: on the meta device, or with the same weights on every rank.

@@ -34,7 +34,7 @@ from liger_models.kernels.float8.float8 import RECIPES, Float8, float8_dtype, ro
 
 
 class _Weight:
-    """A weight that is gathered in float8. FSDP2 calls the methods `before` and `after` before and after it gathers.
+    """A weight that is gathered in float8. FSDP2 calls `before` ahead of the all-gather, and `after` when it is done.
 
     Args:
         linear: the layer of the weight.
@@ -54,9 +54,9 @@ class _Weight:
         parameter._unsharded_param = nn.Parameter(unknown, requires_grad=linear.weight.requires_grad)
 
     def attach(self) -> Tensor:
-        """Return this rank's rows, after attaching FSDP2's extension methods to them unless they are attached already.
+        """Return this rank's rows, and attach FSDP2's extension methods to them if the methods are missing.
 
-        Moving a module replaces its tensors with new tensors that lack the methods.
+        The methods are lost when a module is moved, because its tensors are replaced.
         """
         weight = self.linear.weight
         sharded = weight if isinstance(weight, DTensor) else self.parameter.sharded_param
@@ -139,7 +139,7 @@ def _parameters(model: nn.Module) -> Iterable[Any]:
 
 
 def _is_eligible(parameter: Any, ranks: int) -> bool:
-    """Return whether a parameter is the weight of a layer with a single scale, and all ranks have equally many rows."""
+    """Return whether a parameter is a weight with a single scale and has equally many rows on all ranks."""
     info = parameter._module_info
     linear, weight = info.module, parameter.sharded_param
     return (

@@ -70,8 +70,8 @@ def apply_fsdp(
 
     Routed experts are sharded so that each rank has some whole experts. If there are too few experts for all ranks,
     each rank has a part of every expert instead: some of its rows or, if the number of rows is not divisible by the
-    number of ranks, some of its columns. If neither number is divisible, or if ``reshard_after_forward`` is a number,
-    some ranks have no experts and send padding.
+    number of ranks, some of its columns. If the numbers of rows and columns are both not divisible, or if
+    ``reshard_after_forward`` is a number, some ranks have no experts and send padding.
 
     Create the optimizer after this call, because the optimizer must hold the sharded parameters.
 
@@ -190,9 +190,9 @@ def apply_fsdp(
 def _parameters_that_stay(model: Decoder, param_dtype: torch.dtype | None, *, alone: bool) -> set[Any]:
     """Return the parameters that FSDP2 must leave unchanged.
 
-    These are frozen quantized experts that `apply_ep` or `apply_tp` has distributed. If no other rank holds the same
-    experts (``alone``) and FSDP2 need not cast them, dense experts stay unchanged as well, because FSDP2 would only
-    copy them.
+    These are frozen quantized experts that `apply_ep` or `apply_tp` has distributed. Dense experts stay unchanged as
+    well if no other rank holds the same experts (``alone``) and FSDP2 need not cast them. FSDP2 would then only copy
+    them.
     """
     ignored = {
         parameter
@@ -213,7 +213,7 @@ def _shard_groups(
     model: Decoder, passes: BackwardPasses, options: dict[str, Any], experts_options: dict[str, Any] | None,
     ignored: set[Any], *, tied: bool,
 ) -> None:  # fmt: skip
-    """Shard group by group, from the inside to the outside. A group gets all parameters that no group inside it has."""
+    """Shard group by group, inner groups first. A group gets all of its parameters that are not in an inner group."""
     if tied:
         _shard([model.embed_tokens, model.lm_head], passes, **{**options, "reshard_after_forward": False})
     else:
@@ -240,7 +240,7 @@ def _shard_groups(
 
 
 def _set_prefetch(model: Decoder, prefetch: int, *, tied: bool) -> None:
-    """Set which groups each group gathers ahead of their use."""
+    """For each group, set the groups that FSDP2 gathers ahead of their use while it runs this group."""
     order: list[Any] = [model.embed_tokens, *model.blocks, *([] if tied else [model.lm_head])]
     for index, module in enumerate(order if prefetch else []):
         module.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + prefetch])
@@ -275,7 +275,7 @@ def _annotation(name: str) -> AbstractContextManager[Any]:
 
 
 def _parameter(values: Tensor, requires_grad: bool = True) -> nn.Parameter:
-    """Return an ``nn.Parameter``. If its values are integers, it requires no gradient."""
+    """Return an ``nn.Parameter``. A parameter with integers requires no gradient."""
     return nn.Parameter(values, requires_grad and values.dtype.is_floating_point)
 
 
@@ -310,7 +310,7 @@ def _options(
 
 
 def _placement(parameter: nn.Parameter, *, ranks: int, any_dimension: bool) -> Shard | None:
-    """Return the placement that shards a parameter along a dimension other than the first; None for the first.
+    """Return how to shard a parameter along a dimension other than the first; None to shard it along the first.
 
     Args:
         parameter: a plain parameter, or a DTensor that `apply_tp` or `apply_ep` has sharded.
@@ -341,7 +341,7 @@ def _placement(parameter: nn.Parameter, *, ranks: int, any_dimension: bool) -> S
 
 
 def _shard(modules: nn.Module | list[nn.Module], passes: BackwardPasses, **options: Any) -> None:
-    """Call ``fully_shard``. If all ranks are on one host, make the group use `ReduceScatter`.
+    """Call ``fully_shard``. If all ranks are on one host, let the group reduce its gradients with `ReduceScatter`.
 
     Within a host, `ReduceScatter` copies faster than PyTorch's own reduce-scatter, and may send fewer bytes. Between
     hosts, PyTorch's reduce-scatter sends fewer bytes, because it first sums the gradients within each host.

@@ -24,8 +24,8 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 def reshard(model: nn.Module) -> None:
     """Free the gathered parameters of a model.
 
-    After a forward without a backward, FSDP2 keeps some groups gathered. ``model.parameters()`` then returns the
-    gathered parameters of these groups.
+    After a forward without a backward, FSDP2 keeps the parameters of some groups gathered. ``model.parameters()`` then
+    returns the gathered parameters for these groups.
     """
     for module in fsdp_modules(model):
         module.reshard()
@@ -34,7 +34,7 @@ def reshard(model: nn.Module) -> None:
 def end_pass(model: nn.Module) -> None:
     """Clean up after an exception has interrupted a forward or backward on a single rank. Gradients are dropped.
 
-    Otherwise, FSDP2 would treat the next forward as a part of the interrupted pass.
+    Without this call, FSDP2 would treat the next forward as a part of the interrupted pass.
     """
     states: list[Any] = [module._get_fsdp_state() for module in fsdp_modules(model)]
     for state in states:
@@ -55,10 +55,9 @@ def end_pass(model: nn.Module) -> None:
 def unsharded(model: Model) -> Iterator[Model]:
     """Context manager that yields a copy of ``model`` with all parameters gathered. The copy needs no communication.
 
-    Sampling with this model between two optimizer steps needs no collectives. Ranks may therefore run different
-    numbers of forwards, decoding uses CUDA graphs as on one GPU, and `rollout` accepts the model. Every rank needs
-    memory for all parameters in the ``param_dtype`` of `apply_fsdp`. All ranks must enter and leave the context
-    together.
+    Sampling with the copy between two optimizer steps therefore needs no collectives. Ranks may run different numbers
+    of forwards, decoding uses CUDA graphs as on one GPU, and `rollout` accepts the model. Every rank needs memory for
+    all parameters in the ``param_dtype`` of `apply_fsdp`. All ranks must enter and leave the context together.
 
     Args:
         model: the model, sharded only by `apply_fsdp`. If the model is unsharded, the context manager yields

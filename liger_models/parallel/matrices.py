@@ -1,8 +1,8 @@
 """Computations on whole matrices of sharded parameters: one rank gathers a matrix, and sends shards of the result back.
 
 The result for each matrix is computed only once. The matrices are divided among all ranks that hold shards, including
-the ranks of all HSDP replicas. If ranks hold a whole matrix, for example of an expert, one of these ranks computes
-the result, and no shards are exchanged.
+the ranks of all HSDP replicas. If some ranks hold the whole matrix, for example the matrix of an expert, one of these
+ranks computes the result, and no shards are exchanged.
 """
 
 import math
@@ -264,7 +264,7 @@ def _group(mesh: Any) -> Any:
 def _candidates(
     shape: Sequence[int], parts: Sequence[Part], rows: Sequence[Tensor], device: torch.device
 ) -> list[_Candidate]:
-    """Divide a parameter into units: enough to keep all possible owners busy, and none larger than a bucket.
+    """Divide a parameter into units that are not larger than a bucket and that are enough for all possible owners.
 
     Args:
         shape: shape of the parameter.
@@ -309,7 +309,7 @@ def _candidates(
 
 
 def _piece(rows: Tensor, ids: Tensor, part: Part, device: torch.device) -> Piece | None:
-    """Return the piece of a unit that a shard holds, or None if the shard holds no piece.
+    """Return the piece of a unit that a shard holds, or None if the shard holds no part of the unit.
 
     Args:
         rows: indices of the unit's rows in the parameter.
@@ -339,8 +339,8 @@ def _index(rows: Tensor, device: torch.device) -> slice | Tensor:
 def _senders(pieces: dict[int, Piece], owner: int) -> list[int]:
     """Return the ranks that send their pieces. If several ranks have equal pieces (replicas), only one of them sends.
 
-    Suppose that the owner is number ``i`` among the ranks with the owner's piece. For every other piece, number ``i``
-    among the ranks with this piece then sends it. All pieces thus come from the owner's replica of the model.
+    If the owner is the i-th of all ranks that hold the owner's piece, every other piece is sent by the i-th of the
+    ranks that hold that piece. All pieces thus come from the owner's replica of the model.
     """
     equal: dict[Any, list[int]] = defaultdict(list)
     for rank, piece in pieces.items():

@@ -122,7 +122,8 @@ def group_over(mesh: DeviceMesh) -> Group:
 def _dimension(mesh: DeviceMesh, name: str, group: Group | None) -> str | None:
     """Return the name of the mesh dimension that has the ranks of ``group``; None if there is no such dimension.
 
-    Parallelism over a single rank has no group. Its dimension is then the dimension of size 1 with the name ``name``.
+    ``group`` is None if the parallelism covers only one rank. The result is then ``name``, if the mesh has a dimension
+    of this name with size 1.
     """
     for index, dimension in enumerate(mesh.mesh_dim_names or () if mesh.ndim > 1 else ()):
         ranks = dist.get_process_group_ranks(mesh.get_group(index))

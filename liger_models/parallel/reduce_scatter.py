@@ -65,8 +65,8 @@ def _concatenate(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tenso
     """For each rank, write the rank's chunks of all tensors next to each other, into the rank's row of ``out``.
 
     PyTorch's own kernel reads a table with an entry for every few KB of a chunk, and the host needs milliseconds to
-    build this table. On two ranks, PyTorch's kernel takes twice as long as this function for a large layer. For a
-    layer with many experts, it takes four times as long.
+    build this table. On two ranks, PyTorch's kernel takes twice as long as this function for a large layer, and four
+    times as long for a layer with many experts.
 
     Args:
         tensors: each tensor is split along its first dimension and padded to ``num_chunks`` equal chunks.

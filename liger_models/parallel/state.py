@@ -272,7 +272,7 @@ def load_state(
     step: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> int | None:
-    """Load a state that `save_state` has saved, in place. Every rank must call this function.
+    """Load a state that `save_state` has saved into the given objects. Every rank must call this function.
 
     On the same number of ranks, training continues as if it had not stopped. On another number of ranks, model,
     optimizer and scheduler are completely restored, but random number generators are restored only on the ranks that
@@ -469,10 +469,9 @@ def newest_checkpoint(folder: str | PathLike[str]) -> Path | None:
 
 
 def _data_of_all(checkpoint: Path, ranks: int, group: Any) -> Any:
-    """Return the state of ``data`` for a number of ranks that differs from the ``ranks`` that saved the checkpoint.
+    """Return the state of ``data`` if the checkpoint was saved by another number of ranks, which is ``ranks``.
 
-    The saved states of all ranks must be the same. To compare them, the current ranks divide the files among
-    themselves.
+    The saved states of all ranks must be the same. To compare these states, each current rank reads some of the files.
     """
     with raise_on_all_ranks(group):
         states = [_load(checkpoint / f"rank-{number}.pt")["data"] for number in range(rank(), ranks, world_size())]

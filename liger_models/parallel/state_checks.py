@@ -118,7 +118,9 @@ def describe(model: nn.Module) -> dict[str, str]:
 
 
 def _flatten(name: str, value: Any) -> dict[str, str]:
-    """Map dotted paths to the values of a dataclass's fields, including nested dataclasses. ``name`` maps to the type.
+    """Map dotted paths to the values of a dataclass's fields, including nested dataclasses.
+
+    ``name`` is mapped to the type.
 
     For a value that is not a dataclass, the result has only the entry ``name``.
     """

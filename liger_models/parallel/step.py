@@ -82,7 +82,7 @@ def _targets(batch: Mapping[str, Any]) -> Tensor:
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
-    """Return a detached copy of a tensor, averaged over all ranks. Without a process group, it is only a copy."""
+    """Return the detached mean of a tensor over all ranks. Without a process group, return a detached copy."""
     value = value.detach().clone()
     if is_distributed():
         dist.all_reduce(value)

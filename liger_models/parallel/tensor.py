@@ -27,9 +27,9 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False,
 
     Each rank has 1 / R of the attention heads, of the width of each MLP and expert, and of the vocabulary. Norms and
     routers are replicated. The fused ops run on the rank's shard, and the loss does not gather logits. An adapter
-    (`apply_lora`) has two matrices: the matrix on the sharded side of the weight is sharded, too, and the other
-    matrix is replicated. Quantized weights (`quantize_base`, ``keep_quantized``) are sharded in their quantized form,
-    together with their scales.
+    (`apply_lora`) has one matrix for the rows of the weight and one for its columns. The matrix on the sharded side of
+    the weight is sharded, too, and the other matrix is replicated. Quantized weights (`quantize_base`,
+    ``keep_quantized``) are sharded in their quantized form, together with their scales.
 
     A vision tower is sharded in the same way, but every rank has all patches. A layer of the tower is replicated if
     the number of its attention heads or its MLP width is not divisible by R. The tower's parameters outside its
@@ -37,7 +37,7 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False,
 
     All ranks must be given the same batch, and all return the same loss. Call this function before `apply_fsdp`, and
     create the optimizer afterwards. Ranks along the other dimensions of the mesh hold replicas. Without `apply_fsdp`
-    over these dimensions, the first training forward raises an error.
+    over the other dimensions, the first training forward raises an error.
 
     Args:
         model: the model, either on the meta device (`from_pretrained` with ``shard`` then reads only each rank's
@@ -114,8 +114,8 @@ def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
 
     The ranks have different batches, as in data parallelism. The load-balancing loss covers the tokens of all ranks.
     Everything except the experts is replicated. Call `apply_fsdp` afterwards with the same mesh, to shard the weights
-    over all ranks and to average their gradients. Otherwise, the first training forward raises an error. `apply_ep`
-    cannot be combined with `apply_tp`.
+    over all ranks and to average their gradients. Without `apply_fsdp`, the first training forward raises an error.
+    `apply_ep` cannot be combined with `apply_tp`.
 
     Args:
         model: a model with `LigerMoE` layers, either on the meta device or with the same weights on every rank.
@@ -171,7 +171,7 @@ def check_unsharded(where: str, model: Decoder) -> None:
 def _check_gradients(model: Decoder, summed: Collection[nn.Module], dims: dict[str, int]) -> None:
     """Raise ValueError if the blocks have a replicated parameter whose gradient no layer sums over the ranks.
 
-    With sequence parallelism, each rank computes such a gradient only from its own tokens.
+    With sequence parallelism, each rank computes the gradient of a replicated parameter only from its own tokens.
 
     Args:
         model: the model. Its layers are already sharded.
