@@ -136,7 +136,7 @@ class BaseAttention(Layer):
         raise NotImplementedError
 
     def _weigh(self, q: Tensor, k: Tensor, v: Tensor, layout: BatchLayout) -> Tensor:
-        """Compute the output of attention, [B, T, H, V]. The mask or the bounds of the documents are in the layout."""
+        """Compute the output of attention, [B, T, H, V]. The layout has the mask, or the bounds of the documents."""
         return attention(
             q, k, v, layout, scale=self.scale, window=self.window, softcap=self.softcap,
             dropout=self.dropout if self.training else 0.0, sinks=self._local_sinks(),

@@ -3,8 +3,8 @@
 Triton compiles a kernel at its first launch, so the kernels of the first step would be compiled one after the other.
 `compile_ahead` first runs the step on tensors without values, and records the kernels that the step launches. This
 takes a few milliseconds per block, and no memory on the GPU. Threads then compile and load these kernels in
-parallel, while the real step begins. A launch waits if its kernel is still being compiled. Threads suffice, because
-Triton's compiler releases Python's global lock.
+parallel, while the real step begins. A launch waits if its kernel is still being compiled. Threads can compile at the
+same time, because Triton's compiler releases Python's global lock.
 
 If the step cannot run on tensors without values, Triton compiles each kernel at its first launch. The results are the
 same.
@@ -217,7 +217,8 @@ def record_step(
     kernels: Kernels,
     device: torch.device | None = None,
 ) -> None:
-    """Add to ``kernels`` the kernels of ``model.run(embeds, layout, **options)``, its backward, and the update.
+    """Add the kernels of ``model.run(embeds, layout, **options)``, its backward and the optimizer's step to
+    ``kernels``.
 
     The step runs on tensors without values. Neither the model nor its gradients change.
 

@@ -881,7 +881,7 @@ class Decoder(nn.Module):
     def after_block(self, index: int, residual: Tensor, layout: BatchLayout) -> Tensor:
         """Return the residual stream [B, T, C] after a block.
 
-        Model families that add terms between blocks override it.
+        Model families that add terms between blocks override this method.
         """
         return residual
 

@@ -237,8 +237,8 @@ class FrozenParameters(nn.Module):
 
         A row of codes covers contiguous elements of the dense weight, or this rank's columns of these elements. For
         example, a weight [4, 96] has 6 rows of codes if each row covers 64 elements. Rows 1 and 2 of the codes cover
-        the elements 64 to 191, so rows 0 and 1 of the weight are read, and the first 64 of their 192 elements are
-        dropped.
+        the elements 64 to 191. To get these elements, rows 0 and 1 of the weight are read, and the first 64 of the 192
+        elements in these rows are dropped.
         """
         # This rank has the rows ``first`` to ``first + count − 1`` of the codes, and ``width`` bytes of each row.
         (first, column), (count, width) = offset_of(codes), local(codes).shape

@@ -276,8 +276,9 @@ class LigerLatentAttention(BaseAttention):
     def _absorbs(self, layout: BatchLayout, T: int) -> bool:
         """Whether T new tokens attend to cached latents instead of keys and values.
 
-        With cached latents, each cached token takes T · (2 L + R) multiplications per head. With keys and values, it
-        takes L · (N + V) multiplications to compute its key and value, and T · (N + R + V) to attend to them.
+        With cached latents, each cached token takes T · (2 L + R) multiplications per head. With keys and values, each
+        cached token takes L · (N + V) multiplications per head to compute its key and value, and T · (N + R + V)
+        multiplications per head to attend to them.
         """
         cache = layout.cache
         if cache is None or is_batch_invariant() or not (cache.length or cache.pages is not None):

@@ -164,7 +164,7 @@ class LigerLMHead(nn.Linear, Layer):
         log_probs: bool = False,
         loss_function: LossFunction | None = None,
     ) -> Any:
-        """Return the logits, or, if targets are given, ``(loss, logits)``, where logits are None unless requested.
+        """Return the logits. If targets are given, return ``(loss, logits)``, where logits are None unless requested.
 
         If the vocabulary is sharded, each rank computes only a partial sum of the gradient of x. Therefore x must have
         all tokens and must be a result of `collectives.copy_to_region`, whose backward adds the partial sums. Every

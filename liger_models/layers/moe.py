@@ -518,7 +518,7 @@ class LigerSharedExpertMoE(Layer):
 
 @torch.no_grad()
 def update_correction_biases(model: Any, experts: Tensor, rate: float = 1e-3) -> None:
-    """Raise the `CorrectionBias` of each expert that got fewer tokens than average, and lower it for all other experts.
+    """Raise the `CorrectionBias` of experts that got fewer tokens than the mean, and lower those of experts with more.
 
     Call this function after the backward of a step, on all ranks. In each layer, the bias of expert ``e`` changes by
     ``rate · sign(mean(load) − load_e)``, where ``load_e`` is the number of tokens that expert ``e`` had on all

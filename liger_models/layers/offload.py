@@ -129,7 +129,7 @@ class Kept:
         self._arrived = inbound.copy(zip(self._back.split(PIECE), self.host, strict=True))
 
     def take(self) -> Tensor:
-        """Return the bytes on the device.
+        """Return the bytes of the storage, on the device.
 
         After ``uses`` calls, the device memory is released. A second backward fetches the bytes again.
         """

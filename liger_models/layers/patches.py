@@ -39,7 +39,7 @@ class Patches(NamedTuple):
     def take(self, order: Tensor, unit: int) -> "Patches":
         """Reorder groups of ``unit`` patches.
 
-        ``order`` [N / unit] int64 lists the index of each group in the new order.
+        For each new group, ``order`` [N / unit] int64 has the group's old index.
         """
         return Patches(*(column.unflatten(0, (-1, unit))[order].flatten() for column in self))
 
@@ -240,8 +240,7 @@ def resample_positions(weight: Tensor, patches: Patches) -> Tensor:
 
 
 def _averaging_weights(index: Tensor, length: Tensor, side: int, dtype: torch.dtype) -> Tensor:
-    """For each of N positions on a line of ``length`` points, return the weights of the ``side`` original points, [N,
-    side]."""
+    """For each of N positions on a line of ``length`` points, return weights [N, side] of the ``side`` original points."""
     scale = side / length.clamp_min(1).to(dtype)
     center = (index.to(dtype) + 0.5) * scale
     points = torch.arange(side, device=index.device, dtype=dtype) + 0.5

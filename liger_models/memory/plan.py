@@ -109,9 +109,9 @@ def plan_memory(
     take longer than the computation that they overlap with, and the bytes that the optimizer reads and writes. By
     default, the speeds of an H200 are assumed.
 
-    The estimated peak does not include the activations of vision towers; a larger margin is left for these
-    activations. The plan also ignores reference models, teachers, the time of collectives, and the C elements per
-    token that compiled blocks save under the policy "full".
+    The estimated peak does not include the activations of vision towers. Instead, the plan leaves a larger margin for
+    them. The plan also ignores reference models, teachers, the time of collectives, and the C elements per token that
+    compiled blocks save under the policy "full".
 
     Args:
         model: the model, on any device. The model is not changed. ``memory`` is required if the model is sharded, has

@@ -2,9 +2,9 @@
 
 Blocks that save the same bytes and take the same time to recompute are of one type, and the search only chooses how
 many blocks of each type get each policy. The peak depends on two sums over blocks (bytes kept on the device, and bytes
-offloaded) and on two maxima: the most bytes that the backward of a block recomputes, and the bytes of the largest
-offloaded tensor. The search tries all pairs of upper bounds for the two maxima. Choices within the same bounds are
-compared only by their sums. A choice is dropped if another choice takes fewer bytes and less time.
+offloaded) and on two maxima: the most bytes that the backward recomputes for a single block, and the bytes of the
+largest offloaded tensor. The search tries all pairs of upper bounds for the two maxima. Choices within the same bounds
+are compared only by their sums. A choice is dropped if another choice takes fewer bytes and less time.
 """
 
 import functools
@@ -48,8 +48,8 @@ class Candidate(NamedTuple):
 class Case(NamedTuple):
     """All candidates that have a given number of offloaded blocks and stay within two bounds.
 
-    These candidates differ in their sums, in the number of blocks whose moments are kept in host memory, and in when
-    the optimizer steps.
+    These candidates differ in their sums, in the number of blocks whose moments are kept in host memory, and in whether
+    the optimizer steps during the backward.
 
     Attributes:
         offload: number of offloaded blocks.
@@ -151,9 +151,9 @@ class Search:
     def _compare_sums(self, case: Case, stay: Tensor, away: Tensor, in_backward: bool) -> None:
         """Compare the candidates of a case that have the given sums over blocks.
 
-        H is the number of possible values for the number of blocks whose moments are kept in host memory. Tables [H, A]
-        have a cell for each of these values and each sum over offloaded blocks. For each cell, bisection finds the
-        fastest row of ``stay`` for which the peak fits.
+        The number of blocks whose moments are kept in host memory has H possible values, and ``away`` has A sums. A
+        table [H, A] has a cell for each pair of such a value and such a sum. For each cell, bisection finds the fastest
+        row of ``stay`` for which the peak fits.
 
         Args:
             case: the case.
@@ -196,8 +196,7 @@ class Search:
 
         The peaks in the first table do not include the activations that stay on the device. The caller adds the bytes
         of these activations. The peaks in the second table occur at the end of the backward or when the optimizer
-        steps. The larger of the two peaks must agree with `TrainingMemory.parts`, which computes the peak of a single
-        candidate.
+        steps. The larger of the two peaks must be the peak that `TrainingMemory.parts` computes for a single candidate.
         """
         memory = self.memory
         # Compute what exists all the time, [H, 1], and what the backward of a block adds, [A].

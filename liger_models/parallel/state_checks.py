@@ -93,7 +93,9 @@ def verify_files(checkpoint: Path, ranks: int) -> None:
 
 
 def describe(model: nn.Module) -> dict[str, str]:
-    """Describe what must be the same when a run resumes, besides saved tensors. All ranks must call this function.
+    """Describe everything besides saved tensors that must be the same when a run resumes.
+
+    All ranks must call this function.
 
     The description contains the settings of the model and of its adapters, the names of tied tensors, and a checksum
     of the base weights under adapters, because these weights are not saved.
