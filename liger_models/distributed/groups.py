@@ -40,7 +40,7 @@ class ParallelGroups:
         return self.tensor or self.context
 
     def check_tokens(self, T: int, *, whole: bool) -> None:
-        """Raise ValueError unless T tokens can be divided among the ranks.
+        """Raise ValueError unless T tokens can be split equally among the ranks.
 
         Args:
             T: number of tokens per row.
@@ -65,7 +65,7 @@ class ParallelGroups:
     def local_tokens(self, x: Tensor) -> Tensor:
         """Return the part [B, T / R, C] of x [B, T, C] that this rank holds between the layers.
 
-        Tokens are divided only under context or sequence parallelism; otherwise, x itself is returned.
+        Without context and sequence parallelism, each rank holds all tokens, so x itself is returned.
         """
         x = self.local_along_context(x)
         return local_tokens(x, self.tensor) if self.tensor is not None and self.tensor.sequence_parallel else x
@@ -100,8 +100,8 @@ class ParallelGroups:
     def gather_logits(self, logits: Tensor | None) -> Tensor | None:
         """Gather the logits [B, T / R, V] of each rank's tokens into the logits [B, T, V] of all tokens.
 
-        Each rank's part of the gradient is multiplied by R. When parameter gradients are later averaged over the ranks,
-        the result is therefore the gradient for all tokens.
+        The gradient of each rank's part is multiplied by R. Parameter gradients are later averaged over the ranks, and
+        thus become the gradients for all tokens.
         """
         if logits is None or self.context is None:
             return logits

@@ -161,7 +161,7 @@ class BaseAttention(Layer):
         self.recompute = policy == "full"
 
     def recomputed_share(self, policy: str) -> float:
-        """Return the fraction of the layer that the backward recomputes: 1 if the policy is "full", and otherwise 0."""
+        """Return which fraction of the layer the backward recomputes: 1 if the policy is "full", and otherwise 0."""
         return float(policy == "full")
 
     def can_shard(self, size: int) -> bool:
@@ -293,7 +293,7 @@ class LigerAttention(BaseAttention):
         )  # fmt: skip
 
     def can_shard(self, size: int) -> bool:
-        """Whether ``size`` divides the number of KV heads."""
+        """Whether the number of KV heads is divisible by ``size``."""
         return self.num_kv_heads % size == 0
 
     def shard(self, group: Group) -> dict[str, int]:

@@ -398,7 +398,7 @@ def _by_run(
 def _by_mask(
     call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, segments: Segments, key_segments: Segments
 ) -> Tensor:
-    """Call SDPA once, with a mask for all pairs of a query and a key; q, k and v are as in `_by_run`."""
+    """Call SDPA once, with a mask for all pairs of a query and a key. The inputs q, k and v are as in `_by_run`."""
     query, key = (torch.arange(len(x), device=x.device, dtype=torch.int32) for x in (q, k))
     # `number_documents` is not used: its graph for a single segment does not work for other numbers of segments.
     of_query = torch.searchsorted(segments.cu_seqlens, query, right=True)
@@ -506,7 +506,7 @@ def _few_scores(q: Tensor, k: Tensor) -> bool:
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Run PyTorch's SDPA on q and k [B, heads, T, D] and v [B, heads, T, V].
 
-    If k and v have fewer heads than q, query heads share keys and values.
+    If k and v have fewer heads than q, several query heads share a head of k and v.
     """
     V = v.shape[3]
     if q.shape[3] != V and not _takes_narrow_values(q, k, v, options):

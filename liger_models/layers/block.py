@@ -90,7 +90,7 @@ class PostNormBlock(Block):
         self.post_feedforward_layernorm = norm(config.hidden_size)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next block's ``(x, residual)``."""
+        """Run the block on ``residual + x`` [B, T, C]. Return ``(x, residual)`` for the next block."""
         x, residual = self.self_attn.add_norm(None, x, residual, layout)
         x, residual = self.mlp.add_norm(None, self.post_attention_layernorm(x), residual)
         return self.post_feedforward_layernorm(x), residual
@@ -110,7 +110,7 @@ class SandwichNormBlock(Block):
         self.post_feedforward_layernorm = norm(config.hidden_size)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [B, T, C]; return the next block's ``(x, residual)``."""
+        """Run the block on ``residual + x`` [B, T, C]. Return ``(x, residual)`` for the next block."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         # The output of each branch, [B, T, C], is normalized before it is added to the residual stream.
         x = self.post_attention_layernorm(x)

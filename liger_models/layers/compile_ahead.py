@@ -217,8 +217,7 @@ def record_step(
     kernels: Kernels,
     device: torch.device | None = None,
 ) -> None:
-    """Add the kernels of ``model.run(embeds, layout, **options)``, its backward and the optimizer's step to
-    ``kernels``.
+    """Record the kernels of ``model.run(embeds, layout, **options)``, its backward and the optimizer step.
 
     The step runs on tensors without values. Neither the model nor its gradients change.
 

@@ -312,7 +312,7 @@ def check_values(config: Any, **allowed: tuple[Any, ...]) -> None:
 def check_layer_types(
     name: str, layer_types: list[str] | None, num_hidden_layers: int, known: tuple[str, ...] = LAYER_TYPES
 ) -> None:
-    """Raise ValueError if ``layer_types`` is given but does not have a known type for each layer."""
+    """Raise ValueError unless ``layer_types`` is None or has a known type for each layer."""
     if layer_types is None:
         return
     if not (len(layer_types) == num_hidden_layers and set(layer_types) <= set(known)):
@@ -320,5 +320,5 @@ def check_layer_types(
 
 
 def is_sliding(layer: int, layer_types: list[str] | None, *, default: bool) -> bool:
-    """Return whether ``layer_types`` gives the layer an attention window; ``default`` if ``layer_types`` is None."""
+    """Return whether ``layer_types`` gives the layer an attention window. If it is None, return ``default``."""
     return default if layer_types is None else layer_types[layer] == "sliding_attention"

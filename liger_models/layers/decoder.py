@@ -346,11 +346,11 @@ class Decoder(nn.Module):
     def reset_parameters(self) -> None:
         """Initialize all weights.
 
-        The weights of linear layers and embeddings are drawn from a normal distribution with ``initializer_range``;
-        biases and the embedding of the padding token are set to 0. Other layers initialize their parameters in
-        `Layer.draw`. All other modules initialize their parameters in ``reset_parameters``, submodules first. If a
-        subclass of a linear layer, an embedding or a `Layer` defines its own ``reset_parameters``, that method is also
-        called.
+        The weights of linear layers and embeddings are drawn from a normal distribution with the standard deviation
+        ``initializer_range``. Biases and the embedding of the padding token are set to 0. Other layers initialize their
+        parameters in `Layer.draw`. All other modules initialize their parameters in ``reset_parameters``, submodules
+        first. If a subclass of a linear layer, an embedding or a `Layer` defines its own ``reset_parameters``, that
+        method is also called.
 
         Raises:
             ValueError: a module has parameters but no method ``reset_parameters``.

@@ -89,7 +89,7 @@ class FrozenParameters(nn.Module):
 
     @property
     def local_shape(self) -> torch.Size:
-        """Shape of this rank's slice or experts; without `apply_tp` and `apply_ep`, shape of the whole weight."""
+        """Shape of the weight, or of this rank's part of the weight after `apply_tp` or `apply_ep`."""
         sizes = list(self.shape)
         if self.sharded is not None:
             sizes[self.sharded[0]] //= self.sharded[1]

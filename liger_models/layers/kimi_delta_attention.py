@@ -121,7 +121,7 @@ class LigerKimiDeltaAttention(LinearAttention):
     def units_of(num_heads: int, head_dim: int) -> tuple[int, tuple[int, ...]]:
         """Return the number of units, and the number of rows of each part in a unit.
 
-        The number of units is the largest for which all units have equal numbers of heads and of latent channels.
+        There are as many units as possible with equal numbers of heads and equal numbers of latent channels.
         """
         units = math.gcd(num_heads, head_dim)
         heads, channels = num_heads // units, head_dim // units

@@ -89,7 +89,7 @@ class DecodeCache:
         return None
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
-        """Return a layer's linear-attention states, each [B, ...]; None before the first token."""
+        """Return a layer's linear-attention states, each [B, ...]. Before the first token, return None."""
         return self._states[layer] if self.length else None
 
     def replace_states(self, layer: int, *states: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Attention whose keys and values are computed from latents (multi-head latent attention, MLA).
 
-A token x has a latent c with L elements and a key part r with R elements; all H heads share c and r. Each head has
+A token x has a latent c with L elements and a key part r with R elements. All H heads share c and r. Each head has
 queries and keys with N + R columns and values with V columns::
 
     [a, l, r'] = W_a x                         Q, L and R numbers; without low-rank queries, a is x itself
@@ -378,11 +378,11 @@ class LigerLatentAttention(BaseAttention):
         )  # fmt: skip
 
     def can_shard(self, size: int) -> bool:
-        """Whether ``size`` divides the number of heads."""
+        """Whether the number of heads is divisible by ``size``."""
         return self.num_heads % size == 0
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Keep 1 / R of the heads on each of R ranks; the projections to latents are replicated.
+        """Keep 1 / R of the heads on each of R ranks, and replicate the projections to latents.
 
         Raises:
             ValueError: the number of heads is not a multiple of the number of ranks.

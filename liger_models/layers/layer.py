@@ -137,14 +137,17 @@ class Layer(nn.Module):
         """Choose what the layer recomputes in the backward; ``policy`` is one of `CHECKPOINTING_POLICIES`."""
 
     def set_attention_dropout(self, probability: float) -> None:
-        """Set the probability of dropping an attention weight in training; layers without attention ignore it."""
+        """Set the probability of dropping an attention weight in training.
+
+        Layers without attention ignore this call.
+        """
 
     def recomputed_share(self, policy: str) -> float | None:
         """Return the fraction of the forward's operations that the backward repeats under a policy.
 
-        The fraction refers to the layer and its submodules, except submodules that return a fraction themselves. None
-        means that the layer recomputes nothing by itself. Its operations are then repeated only if the whole block is
-        recomputed.
+        The fraction applies to the layer and to its submodules, except for submodules that return their own fraction.
+        None means that the layer recomputes nothing by itself. Its operations are then repeated only if the whole block
+        is recomputed.
         """
         return None
 

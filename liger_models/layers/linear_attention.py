@@ -145,11 +145,11 @@ class LinearAttention(Layer):
         self.recompute = policy == "full"
 
     def recomputed_share(self, policy: str) -> float:
-        """Return the fraction of the layer that the backward recomputes: 1 if the policy is "full", and otherwise 0."""
+        """Return which fraction of the layer the backward recomputes: 1 if the policy is "full", and otherwise 0."""
         return float(policy == "full")
 
     def can_shard(self, size: int) -> bool:
-        """Whether ``size`` divides the number of units."""
+        """Whether the number of units is divisible by ``size``."""
         return self.units % size == 0
 
     def shard(self, group: Group) -> dict[str, int]:

@@ -215,7 +215,7 @@ class LigerMamba2(LinearAttention):
     def units_of(num_heads: int, head_dim: int, num_groups: int, state_size: int) -> tuple[int, tuple[int, ...]]:
         """Return the number of units, and the number of rows of each part in a unit.
 
-        The number of units is the largest for which all units have equal numbers of heads and of channels of B and C.
+        There are as many units as possible with equal numbers of heads and equal numbers of channels of B and C.
         """
         channels = num_groups * state_size
         units = math.gcd(num_heads, channels)
@@ -233,7 +233,7 @@ class LigerMamba2(LinearAttention):
         return 4 * self.state_elements
 
     def can_shard(self, size: int) -> bool:
-        """Whether ``size`` divides the number of units, and is a divisor or a multiple of the number of groups."""
+        """Whether ``size`` is a divisor of the number of units, and a divisor or a multiple of the number of groups."""
         return super().can_shard(size) and (self.num_groups % size == 0 or size % self.num_groups == 0)
 
     def _share_units(self, group: Group) -> None:

@@ -97,11 +97,11 @@ class GatedMLP(Layer):
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """Return the fraction that the backward recomputes: 0 if the policy is "none", else 2 / 3 (gate and up)."""
+        """Return which fraction of the MLP the backward recomputes: 0 for the policy "none", else 2 / 3 (gate and up)."""
         return 0.0 if policy == "none" else 2 / 3
 
     def can_shard(self, size: int) -> bool:
-        """Whether ``size`` divides the intermediate size."""
+        """Whether the intermediate size is divisible by ``size``."""
         return self.parts % size == 0
 
     def shard(self, group: Group) -> dict[str, int]:
@@ -198,7 +198,7 @@ class GatedMLP(Layer):
 class LigerXIELU(Layer):
     """The parameters of xIELU: two trained coefficients, and two constants that come from the checkpoint.
 
-    The coefficients are ``softplus(alphas[0])`` and ``constants[0] + softplus(alphas[1])``; the constants are β and ε.
+    The coefficients are ``softplus(alphas[0])`` and ``constants[0] + softplus(alphas[1])``. The constants are β and ε.
     In a new layer, both coefficients are 0.8, β is 0.5, and ε is −1e-6.
 
     Source: https://arxiv.org/abs/2411.13010.
@@ -286,12 +286,11 @@ class LigerMLP(Layer):
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """Return the fraction that the backward recomputes: 0 if the policy is "none", else 1 / 2 (the first
-        product)."""
+        """Return which fraction of the MLP the backward recomputes: 0 for the policy "none", else 1 / 2 (``fc1``)."""
         return 0.0 if policy == "none" else 1 / 2
 
     def can_shard(self, size: int) -> bool:
-        """Whether ``size`` divides the intermediate size."""
+        """Whether the intermediate size is divisible by ``size``."""
         return self.parts % size == 0
 
     def shard(self, group: Group) -> dict[str, int]:
@@ -392,7 +391,7 @@ class TiledMLP(GatedMLP):
         self.recompute = True
 
     def recomputed_share(self, policy: str) -> float:
-        """Return the fraction that the backward recomputes: 2 / 3 (gate and up), whatever the policy is."""
+        """Return which fraction of the MLP the backward recomputes: 2 / 3 (gate and up), whatever the policy is."""
         return 2 / 3
 
     def forward(self, x: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ MATRICES = ("gate_up_weight", "down_weight")
 class CorrectionBias(Layer):
     """A bias for each expert. The router adds the bias to the expert's score to choose experts, but not to weight them.
 
-    The biases balance the load of the experts. They are in fp32 whatever the dtype of the model, and they get no
-    gradient, so an optimizer does not change them; see `update_correction_biases`.
+    The biases balance the load of the experts. The biases are in fp32 whatever the dtype of the model. An optimizer
+    does not change the biases, because they get no gradient; see `update_correction_biases`.
 
     Args:
         num_experts: X.
@@ -219,7 +219,7 @@ class LigerMoE(Layer):
 
     @property
     def active_share(self) -> float:  # type: ignore[override]
-        """Fraction of the experts that a token passes through."""
+        """Number of experts that a token passes through, as a fraction of all experts."""
         return self.top_k / self.num_experts
 
     @property
@@ -248,13 +248,12 @@ class LigerMoE(Layer):
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """Return the recomputed fraction: 0 if the policy is "none", else 2 / 3, or 1 / 2 for experts without a
-        gate."""
+        """Return which fraction is recomputed: 0 for the policy "none", else 2 / 3, or 1 / 2 if experts have no gate."""
         inputs = inputs_of(self.act)
         return 0.0 if policy == "none" else inputs / (inputs + 1)
 
     def can_shard(self, size: int) -> bool:
-        """Whether ``size`` divides the intermediate size of an expert."""
+        """Whether the intermediate size of an expert is divisible by ``size``."""
         return self.shape_of("down_weight")[2] % size == 0
 
     def shard(self, group: Group) -> dict[str, int]:

@@ -270,8 +270,8 @@ PLAIN_MODULES = ORDINARY_LINEARS | {LigerRMSNorm, LigerLayerNorm}
 def add_norm(norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
     """Add ``x`` (if not None) to ``residual``. Returns ``(norm(residual), residual)``, both [..., C].
 
-    A norm with a method ``add`` computes both results in one kernel; any other module is called with the sum. Without a
-    norm, the sum is returned twice, for models such as OLMo 2, whose branches have no norm before them.
+    If the norm has a method ``add``, this method computes both results in one kernel. Any other norm is called with the
+    sum. Without a norm, the sum is returned twice, for models such as OLMo 2, whose branches have no norm before them.
     """
     add = getattr(norm, "add", None)
     if add is not None:
@@ -378,7 +378,7 @@ def add_norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """Add ``x`` to ``residual`` and compute ``linear(norm(residual))``.
 
-    If the norm is fused, the normalized activations are not saved; the backward recomputes them.
+    If the norm is fused, the normalized activations are not saved, so the backward recomputes them.
 
     Args:
         norm: any module of width C; None for no norm.

@@ -219,8 +219,8 @@ def interpolate_positions(weight: Tensor, patches: Patches, *, aligned: bool = T
 def resample_positions(weight: Tensor, patches: Patches) -> Tensor:
     """Resample the learned positions of a square grid to the grid of each image, as PyTorch's ``interpolate`` does.
 
-    The interpolation is bilinear. If the grid of the image is smaller than the learned grid, the interpolation
-    averages over more positions (``antialias``). The borders of both grids coincide.
+    The interpolation is bilinear. If the grid of the image is smaller than the learned grid, each result is the
+    weighted mean of more positions (``antialias``). The borders of both grids coincide.
 
     Args:
         weight: [side², C].
@@ -240,7 +240,7 @@ def resample_positions(weight: Tensor, patches: Patches) -> Tensor:
 
 
 def _averaging_weights(index: Tensor, length: Tensor, side: int, dtype: torch.dtype) -> Tensor:
-    """For each of N positions on a line of ``length`` points, return weights [N, side] of the ``side`` original points."""
+    """For each of N positions on a line of ``length`` points, return weights [N, side] of the original points."""
     scale = side / length.clamp_min(1).to(dtype)
     center = (index.to(dtype) + 0.5) * scale
     points = torch.arange(side, device=index.device, dtype=dtype) + 0.5

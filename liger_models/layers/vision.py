@@ -50,7 +50,7 @@ class VisionBlock(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Run the block on ``residual + x`` [1, N, C]; return the next block's ``(x, residual)``."""
+        """Run the block on ``residual + x`` [1, N, C]. Return ``(x, residual)`` for the next block."""
         x, residual = self.attn.add_norm(self.norm1, x, residual, layout)
         return self.mlp.add_norm(self.norm2, x, residual)
 

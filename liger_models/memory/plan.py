@@ -208,7 +208,7 @@ def _plan(search: Search, candidate: Candidate, budget: int) -> MemoryPlan:
 
 
 def usable_share(model: Decoder) -> float:
-    """Return the fraction of the budget that a model's estimated peak memory may take."""
+    """Return how much of the budget a model's estimated peak memory may take, as a fraction."""
     return SHARE if model.visual is None else SHARE_WITH_IMAGES
 
 

@@ -7,7 +7,7 @@ MAX is the largest float8 value, and q(W_l) are the codes of the whole weight::
     amax_l = max over the ranks of max |W_l| over the rank's rows     one all-reduce for all layers, before the forward
     q(W_l) = all-gather of float8(W_l · MAX / amax_l)                 one byte for each number
 
-The forward and the backward use the same codes; the backward transposes them. Losses and gradients are bitwise
+The forward and the backward use the same codes, which the backward transposes. Losses and gradients are bitwise
 identical to the results of gathering weights in bfloat16 and rounding them on every rank. Recipes with one scale per
 row round a weight twice: by rows for the forward, and by columns for the backward. The two codes of an element take as
 many bytes as the element in bfloat16, so with these recipes the weights are gathered in bfloat16.

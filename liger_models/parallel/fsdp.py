@@ -190,9 +190,9 @@ def apply_fsdp(
 def _parameters_that_stay(model: Decoder, param_dtype: torch.dtype | None, *, alone: bool) -> set[Any]:
     """Return the parameters that FSDP2 must leave unchanged.
 
-    These are frozen quantized experts that `apply_ep` or `apply_tp` has distributed. Dense experts stay unchanged as
-    well if no other rank holds the same experts (``alone``) and FSDP2 need not cast them. FSDP2 would then only copy
-    them.
+    FSDP2 does not change frozen quantized experts that `apply_ep` or `apply_tp` has distributed. Dense experts stay
+    unchanged as well if no other rank holds the same experts (``alone``) and FSDP2 need not cast them. FSDP2 would then
+    only copy them.
     """
     ignored = {
         parameter

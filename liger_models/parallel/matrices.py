@@ -1,8 +1,8 @@
 """Computations on whole matrices of sharded parameters: one rank gathers a matrix, and sends shards of the result back.
 
-The result for each matrix is computed only once. The matrices are divided among all ranks that hold shards, including
-the ranks of all HSDP replicas. If some ranks hold the whole matrix, for example the matrix of an expert, one of these
-ranks computes the result, and no shards are exchanged.
+The result for each matrix is computed only once. Each matrix is assigned to one of the ranks that hold shards, which
+include the ranks of all HSDP replicas. If some ranks hold the whole matrix, for example the matrix of an expert, one of
+these ranks computes the result, and no shards are exchanged.
 """
 
 import math
