@@ -97,7 +97,7 @@ class GatedMLP(Layer):
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """Return which fraction of the MLP the backward recomputes: 0 for the policy "none", else 2 / 3 (gate and up)."""
+        """Return which fraction of the MLP the backward repeats: 0 for the policy "none", else 2 / 3 (gate and up)."""
         return 0.0 if policy == "none" else 2 / 3
 
     def can_shard(self, size: int) -> bool:
@@ -286,7 +286,7 @@ class LigerMLP(Layer):
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """Return which fraction of the MLP the backward recomputes: 0 for the policy "none", else 1 / 2 (``fc1``)."""
+        """Return which fraction of the MLP the backward repeats: 0 for the policy "none", else 1 / 2 (``fc1``)."""
         return 0.0 if policy == "none" else 1 / 2
 
     def can_shard(self, size: int) -> bool:
@@ -391,7 +391,7 @@ class TiledMLP(GatedMLP):
         self.recompute = True
 
     def recomputed_share(self, policy: str) -> float:
-        """Return which fraction of the MLP the backward recomputes: 2 / 3 (gate and up), whatever the policy is."""
+        """Return which fraction of the MLP the backward repeats: 2 / 3 (gate and up), whatever the policy is."""
         return 2 / 3
 
     def forward(self, x: Tensor) -> Tensor:

@@ -248,7 +248,7 @@ class LigerMoE(Layer):
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """Return which fraction is recomputed: 0 for the policy "none", else 2 / 3, or 1 / 2 if experts have no gate."""
+        """Return which fraction is repeated: 0 for the policy "none", else 2 / 3, or 1 / 2 if experts have no gate."""
         inputs = inputs_of(self.act)
         return 0.0 if policy == "none" else inputs / (inputs + 1)
 
