@@ -94,11 +94,10 @@ class LigerQKNormAttention(LigerAttention):
 
     def _reads_norms(self) -> bool:
         """Whether a fused op may read the norms, which have the same constants, instead of calling them."""
-        norms = self.q_norm, self.k_norm
-        if any(getattr(type(norm), "forward", None) is not LigerRMSNorm.forward or is_hooked(norm) for norm in norms):
+        q, k, plain = self.q_norm, self.k_norm, LigerRMSNorm.forward
+        if type(q).forward is not plain or type(k).forward is not plain or is_hooked(q) or is_hooked(k):
             return False
-        q_constants, k_constants = ((norm.eps, norm.offset, norm.scale_in_fp32, norm.kernel) for norm in norms)
-        return q_constants == k_constants
+        return (q.eps, q.offset, q.scale_in_fp32, q.kernel) == (k.eps, k.offset, k.scale_in_fp32, k.kernel)
 
     def _split_by_calls(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
         """Compute `_split` by calls of the norms, for norms that were replaced or have hooks."""
