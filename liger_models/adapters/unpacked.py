@@ -351,7 +351,7 @@ class UnpackedModel(Node):
     _before_forward.only_prepares = True  # type: ignore[attr-defined]  # see `run_preparing_hooks`
 
     def _warn_of_skipped(self, config: Any) -> None:
-        """Warn if PEFT has adapted every linear layer of the tree, but transformers' model has more linear layers."""
+        """Warn if PEFT has adapted every linear layer of the tree, which lacks some layers of transformers' model."""
         if self.skipped and not config.inference_mode and not any(type(leaf) is nn.Linear for leaf in self._leaves()):
             names = ", ".join(sorted(self.skipped))
             warnings.warn(

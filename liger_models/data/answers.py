@@ -153,12 +153,12 @@ class AnswerDataset(PackedDataset):
     ``prompt``, both answers must begin with the prompt. A labeled answer has ``prompt``, ``completion`` and ``label``.
     The values are texts or messages, as in TRL's trainers. If the model's processor is passed, the messages of a prompt
     may have images, in the forms that `PackedDataset` accepts. A batch holds the arguments of a forward. In a batch of
-    pairs, the rows are all chosen sequences, followed by all rejected sequences. All rows are padded on the right. Only
-    answers have labels. Both sequences of a pair have the pixels of the prompt. A batch of labeled answers also has
-    ``preference_labels`` [rows] bool. Its keys with the prefix ``kl_`` hold mismatched rows, from which KTO estimates
-    its KL divergence: the same prompts with the same pixels, but each prompt is followed by the answer to the next
-    prompt. Sequences are cut at ``length``, or before an image that does not fit. An example is left out if its prompt
-    leaves no room for an answer. A warning reports how many examples are left out.
+    pairs, the first rows are the chosen sequences, and the other rows are the rejected sequences. All rows are padded
+    on the right. Only answers have labels. Both sequences of a pair have the pixels of the prompt. A batch of labeled
+    answers also has ``preference_labels`` [rows] bool. Its keys with the prefix ``kl_`` hold mismatched rows, from
+    which KTO estimates its KL divergence: the same prompts with the same pixels, but each prompt is followed by the
+    answer to the next prompt. Sequences are cut at ``length``, or before an image that does not fit. An example is left
+    out if its prompt leaves no room for an answer. A warning reports how many examples are left out.
 
     Order, distribution over ranks, position and cache work as in `PackedDataset`, with examples instead of rows. If
     ``complete`` is True, the last step of an epoch is filled up with the first examples of the epoch.

@@ -196,8 +196,8 @@ def for_op(group: Group | None) -> tuple[str, int, bool]:
 def _same(x: Tensor) -> Tensor:
     """Return x as the result of an autograd function that changes only the gradient.
 
-    In a compiled graph, the result is a copy. PyTorch would replace a view by another view of x, and the gradient would
-    then skip the backward of the autograd function.
+    In a compiled graph, the result is a copy. If it were a view of x, PyTorch would replace it by another view of x,
+    and the gradient would bypass the backward of the autograd function.
     """
     return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
 

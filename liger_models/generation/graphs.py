@@ -388,7 +388,7 @@ def borrow_step(model: Decoder, state: ModelState, B: int, tokens: int) -> Itera
 def is_kept(model: Decoder) -> bool:
     """Return whether steps of a model are kept for later calls.
 
-    Capturing prompts is worthwhile only for steps that are kept.
+    The forward of prompts is captured only if steps are kept. Otherwise, its graph would be used only once.
     """
     return model.groups.tensor is None and not any(module.training for module in modules_of(model))
 

@@ -37,8 +37,8 @@ class BaseAttention(Layer):
     """Attention without projections for queries, keys and values. A derived class adds these projections.
 
     A derived class creates the projections and ``o_proj``, and defines `forward`, `_add_norm`, `_to_heads`, `_qkv` and
-    `attention`. To support tensor and context parallelism, the class also defines `can_shard`, `shard` and
-    `shard_tokens`.
+    `attention`. A derived class that supports tensor and context parallelism also defines `can_shard`, `shard`
+    and `shard_tokens`.
 
     Args:
         num_heads: H.

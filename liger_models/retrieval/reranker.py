@@ -49,7 +49,7 @@ class LigerReranker:
         return cls(load_by_name(str(name), **options), settings)
 
     def __call__(self, batch: Batch) -> Tensor:
-        """Return the scores for a batch of prompts from `pack_texts`, [texts] fp32, with gradients."""
+        """Return the scores, [texts] fp32, of a batch of prompts from `pack_texts`. The scores are differentiable."""
         return score(self.model, batch, self.answers)
 
     @torch.no_grad()

@@ -193,7 +193,10 @@ def _nf4_lookup_kernel(
     M, N, blocks, R, SCALES_PER_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr,
     OVERLAPS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS = 16 results for up to COLUMNS rows of x. A tensor holds one element per thread (see `_step`)."""
+    """Compute ROWS = 16 results for up to COLUMNS rows of x.
+
+    Every tensor in this kernel has one element per thread, because `_step` takes its operands per thread.
+    """
     start_next(OVERLAPS)
     dtype: tl.constexpr = table_ptr.dtype.element_ty
     BF16: tl.constexpr = STEP1_BF16 if COLUMNS == 1 else STEP2_BF16 if COLUMNS == 2 else STEP8_BF16

@@ -15,9 +15,10 @@ the last G_i. ∘ is the elementwise product. S is the state before the chunk, a
 
 Σ_c is the sum over channels. The decay cannot be taken out of this sum, and e^{−G_j} alone would overflow. The pairs of
 tokens are therefore grouped into log₂ C levels. At level n, blocks of 2^(n + 1) tokens are split into halves, and each
-pair has a token i in the second half and a token j in the first half of the same block. If r is the last token of the
-first half, then j ≤ r < i, so both exponents of e^{G_i − G_r} · e^{G_r − G_j} are at most 0. All pairs of a level are
-computed by one product of two matrices, whose rows are multiplied by F_i = e^{−|G_i − G_r|}. No decay can overflow.
+pair has a token i in the second half and a token j in the first half of the same block. Let r be the last token of
+the first half. Then e^{G_i − G_j} = e^{G_i − G_r} · e^{G_r − G_j}, and both exponents are at most 0, because j ≤ r < i
+and G decreases with the token. All pairs of a level are computed by one product of two matrices, whose rows are
+multiplied by F_i = e^{−|G_i − G_r|}. No decay can overflow.
 
 The backward goes through the chunks in the opposite order. dS is the gradient of the state after the chunk::
 

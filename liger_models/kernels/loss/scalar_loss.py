@@ -22,9 +22,9 @@ BLOCK = 4096
 
 
 def without_exponent(factors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """For fp16, divide ``factors`` by a power of two such that all factors are at most 1.
+    """For fp16, divide ``factors`` by a power of two such that the largest factor is between 1/2 and 1.
 
-    Otherwise, gradients in fp16 with small factors would underflow.
+    If the factors were small, gradients in fp16 would underflow.
 
     Returns:
         The divided factors and the power of two. For other dtypes, the unchanged factors and 1.
