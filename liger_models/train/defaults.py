@@ -1,6 +1,5 @@
 """Options whose default values depend on the model and the data: the objective, the dtype and the output folder."""
 
-import json
 import re
 from itertools import count
 from pathlib import Path
@@ -17,7 +16,7 @@ from liger_models.data.sources import find_files
 from liger_models.distributed.ranks import run_on_rank_zero
 from liger_models.parallel.state import newest_checkpoint
 from liger_models.train.remote_data import Name, is_remote
-from liger_models.train.resume import OPTIONS
+from liger_models.train.resume import read_options
 from liger_models.train.train_options import TrainOptions
 
 RUNS = Path("runs")
@@ -98,8 +97,4 @@ def choose_dtype(options: TrainOptions, computing: torch.dtype) -> TrainOptions:
 def begun_options(options: TrainOptions) -> dict[str, Any]:
     """Return the options with which the run in ``options.output`` was last started, or an empty dict for a new run."""
     output = Path(str(options.output))
-    try:
-        begun = json.loads((output / OPTIONS).read_text()) if newest_checkpoint(output) else {}
-    except (OSError, ValueError):  # a power failure has damaged the file
-        return {}
-    return dict(begun)
+    return read_options(output) if newest_checkpoint(output) else {}

@@ -1,11 +1,11 @@
 """The settings that must not change when a run resumes, and the options that have changed since its last start."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from liger_models.common.json_files import parse_json
 from liger_models.distributed.ranks import rank
 from liger_models.train.folder import replace_json
 from liger_models.train.objective_options import ObjectiveOptions
@@ -32,6 +32,14 @@ def fixed_settings(options: TrainOptions, objective: Objective) -> dict[str, Any
     return {**settings, **objective.frozen_models()}
 
 
+def read_options(output: Path) -> dict[str, Any]:
+    """Return the options with which the run in a folder was last started; an empty dict if they can't be read."""
+    try:
+        return parse_json((output / OPTIONS).read_bytes(), OPTIONS)
+    except (OSError, ValueError):  # an earlier version wrote no file, or the machine lost power
+        return {}
+
+
 def changed_options(options: TrainOptions, start: int) -> list[str]:
     """List the options that differ from the last start's options, and write the options of this start to a file.
 
@@ -43,15 +51,12 @@ def changed_options(options: TrainOptions, start: int) -> list[str]:
         Texts such as "lr 1e-05 instead of 2e-05".
     """
     # The options are converted to JSON and back, because JSON turns tuples into lists.
-    path, now = Path(str(options.output)) / OPTIONS, json.loads(json.dumps(asdict(options)))
-    try:
-        before: Mapping[str, Any] = json.loads(path.read_text()) if start > 0 else {}
-    except (OSError, ValueError):  # an earlier version wrote no file, or the machine lost power
-        before = {}
+    output, now = Path(str(options.output)), json.loads(json.dumps(asdict(options)))
+    before = read_options(output) if start > 0 else {}
 
     # Rank 0 has read the old options by now, and only rank 0 prints the changes.
     if rank() == 0:
-        replace_json(path, now)
+        replace_json(output / OPTIONS, now)
     return [
         f"{name} {value} instead of {before[name]}"
         for name, value in now.items()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from liger_models import LigerLlama
 from liger_models.adapters import load_adapter, merge_lora
 from liger_models.train.folder import lock_folder, replace_json
+from liger_models.train.resume import read_options
 
 from ..data.conftest import tokenizer  # noqa: F401
 from .runs import no_group_is_left  # noqa: F401
@@ -107,6 +108,13 @@ def test_a_full_disk_is_reported_with_the_name_of_the_file(tmp_path):
     (tmp_path / "options.tmp").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"options\.json: must be writable and have room for the files"):
         replace_json(tmp_path / "options.json", {"lr": 1e-5})
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\x00\x00"])
+def test_options_that_cannot_be_read_count_as_missing(tmp_path, content):
+    if content is not None:
+        (tmp_path / "options.json").write_bytes(content)
+    assert read_options(tmp_path) == {}
 
 
 def test_a_finished_run_is_exported_again(folder, tmp_path):  # noqa: F811
