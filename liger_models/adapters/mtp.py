@@ -74,7 +74,7 @@ def embeds_with_norms(embedding: nn.Module, *norms: nn.Module) -> bool:
 
 
 class LigerMTP(nn.Module):
-    """A model and its block for multi-token prediction. ``model`` also works alone.
+    """A model and its multi-token prediction block. ``model`` also works alone.
 
     The forward computes two losses: the model's own loss L for the next token, and the block's loss L' for the token
     after the next token.

@@ -370,11 +370,11 @@ def nemotron_map(config: NemotronHConfig, prefix: str, *, fused: bool) -> Weight
 
 
 KEPT = ("mtp.",)
-"""Prefixes of the tensors of the block for multi-token prediction, which `LigerMTP` trains."""
+"""Prefixes of the tensors of the multi-token prediction block, which `LigerMTP` trains."""
 
 
 def mtp_format(config: NemotronHConfig) -> MTPFormat:
-    """Return where a checkpoint stores the block for multi-token prediction, which has attention and experts."""
+    """Return where a checkpoint stores the multi-token prediction block, which has attention and experts."""
     pattern = f"{ATTENTION}{MOE}"
     names = {"fc": "0.eh_proj", "pre_fc_norm_embedding": "0.enorm", "pre_fc_norm_hidden": "0.hnorm"}
     names |= {"norm": "1.final_layernorm"}

@@ -19,11 +19,11 @@ from liger_models.convert.weight_map import (
 )
 
 KEPT = ("mtp.",)
-"""Prefixes of the tensors of the block for multi-token prediction, which `LigerMTP` trains."""
+"""Prefixes of the tensors of the multi-token prediction block, which `LigerMTP` trains."""
 
 
 def mtp_format(config: HybridConfig) -> MTPFormat:
-    """Return where a checkpoint stores the block for multi-token prediction."""
+    """Return where a checkpoint stores the multi-token prediction block."""
     parts = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     sizes = {"num_hidden_layers": 1, "layer_types": [FULL]}
     names = {part: f"mtp.{part}" for part in parts}
