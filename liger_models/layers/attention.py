@@ -8,6 +8,7 @@ values are computed from latents.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from liger_models.layers.batch import BatchLayout
 from liger_models.layers.config import DecoderConfig
 from liger_models.layers.layer import AttentionSpec, Layer
 from liger_models.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divisible
-from liger_models.layers.norm import Norm, add_norm, add_norm_linear, call_linear
+from liger_models.layers.norm import Norm, add_norm, add_norm_linear, call_linear, call_normed
 from liger_models.layers.recompute import draws, recomputes, run_twice
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class BaseAttention(Layer):
         Without a norm, attention is applied to the sum. The backward recomputes the normalized activations. If
         ``recompute`` is True, the backward recomputes the whole layer except the output projection.
         """
-        compute = self._call if self.overrides_forward else self._add_norm
+        compute = partial(call_normed, self) if self.overrides_forward else self._add_norm
         if norm is None:
             # Only the sum is saved, not its two terms.
             _, residual = add_norm(None, x, residual)
@@ -95,13 +96,6 @@ class BaseAttention(Layer):
         random = draws(self, self.dropout)
         outputs: tuple[Tensor, Tensor] = run_twice(compute, norm, x, residual, layout, preserve_rng_state=random)
         return outputs
-
-    def _call(
-        self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
-    ) -> tuple[Tensor, Tensor]:
-        """Compute `add_norm` by a call of the layer, for a derived class that overrides ``forward``."""
-        normed, residual = add_norm(norm, x, residual)
-        return self(normed, layout), residual
 
     def _add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
@@ -286,7 +280,7 @@ class LigerAttention(BaseAttention):
 
     @property
     def attention(self) -> AttentionSpec:
-        """What the layer requires from the model, and what it costs."""
+        """The requirements and the cost of the layer."""
         return AttentionSpec(
             self.layer, self.rotary, self.window, self.softcap is not None, 4 * self.num_heads * self.head_dim,
             takes_pages=True,

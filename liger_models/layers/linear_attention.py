@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from liger_models.layers.batch import BatchLayout
 from liger_models.layers.derived import derive
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ColumnParallelLinear, RowParallelLinear, check_divisible, local
-from liger_models.layers.norm import Norm, add_norm, add_norm_linear, call_linear
+from liger_models.layers.norm import Norm, add_norm_linear, call_linear, call_normed
 from liger_models.layers.recompute import draws, recomputes, run_twice
 
 
@@ -191,19 +192,12 @@ class LinearAttention(Layer):
         The backward recomputes the normalized activations. If ``recompute`` is True, the backward recomputes the whole
         layer except the output projection.
         """
-        compute = self._call if self.overrides_forward else self._add_norm
+        compute = partial(call_normed, self) if self.overrides_forward else self._add_norm
         if recomputes(self) and layout.cache is None:
             random = draws(self, 0.0)
             outputs: tuple[Tensor, Tensor] = run_twice(compute, norm, x, residual, layout, preserve_rng_state=random)
             return outputs
         return compute(norm, x, residual, layout)
-
-    def _call(
-        self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
-    ) -> tuple[Tensor, Tensor]:
-        """Compute `add_norm` by a call of the layer, for a derived class that overrides ``forward``."""
-        normed, residual = add_norm(norm, x, residual)
-        return self(normed, layout), residual
 
     def _add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout

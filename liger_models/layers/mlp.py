@@ -29,6 +29,7 @@ from liger_models.layers.norm import (
     add_norm_linear,
     autocast_weights,
     call_linear,
+    call_normed,
     float8_recipe,
     fused_norm,
     gathered_float8,
@@ -142,8 +143,7 @@ class GatedMLP(Layer):
             if recomputes(self):
                 residual, _ = add_norm(None, x, residual)  # only the sum is saved
                 return run_twice(self._of_sum, norm, residual), residual
-            normed, residual = add_norm(norm, x, residual)
-            return self(normed), residual
+            return call_normed(self, norm, x, residual)
         return self._fused(fused, x, residual)
 
     def _must_be_called(self) -> bool:
@@ -338,8 +338,7 @@ class LigerMLP(Layer):
 
     def _add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         if is_hooked(self) or self.overrides_forward:
-            normed, residual = add_norm(norm, x, residual)
-            return self(normed), residual
+            return call_normed(self, norm, x, residual)
         hidden, residual = add_norm_linear(norm, self.fc1, x, residual)
         return self._second(hidden), residual
 

@@ -281,6 +281,14 @@ def add_norm(norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tupl
     return (total if norm is None else norm(total)), total
 
 
+def call_normed(
+    layer: nn.Module, norm: nn.Module | None, x: Tensor | None, residual: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    """Add ``x`` to ``residual``, and call a layer on the normalized sum. Returns the layer's output and the sum."""
+    normed, residual = add_norm(norm, x, residual)
+    return layer(normed, *arguments), residual
+
+
 def fused_norm(norm: nn.Module | None) -> FusedNorm | None:
     """Return ``norm.as_fused()``, or None if the norm has no such method."""
     as_fused = getattr(norm, "as_fused", None)

@@ -177,8 +177,9 @@ class PagePool(PagedCache):
         self._drafted.setdefault(layer, []).append(states)
 
     def accept(self, counts: Tensor) -> None:
-        """Of the tokens that `speculate` prepared, accept the first ``counts`` [rows] of each row, and keep the states
-        after them.
+        """Accept the first ``counts`` [rows] of the tokens that `speculate` prepared for each row.
+
+        The states after these tokens are kept.
 
         The caller must update ``lengths`` and ``remaining``.
         """

@@ -81,8 +81,8 @@ class GemmaDecoder(CappedGemmaModel):
         return routed, layout
 
     def stand_ins(self, layout: Any, like: Tensor) -> Any:
-        """See `Decoder.stand_ins`. Empty tensors stand in for all second inputs, and for the keys and values of each
-        layer type."""
+        """See `Decoder.stand_ins`. Empty tensors replace all second inputs, and the keys and values of each layer
+        type."""
         config, shape = self.config, like.shape[:2]
         # Shapes differ between layer types. As in `carry`, each type has the keys and values of its last layer.
         width, shared = config.hidden_size_per_layer_input, {}
