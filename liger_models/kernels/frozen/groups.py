@@ -13,7 +13,6 @@ before the product. The elements of these tiles are the same as if W were dequan
 summed in another order.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -198,10 +197,18 @@ def _group_rows_kernel(
         store_rows(total, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS, ACT, RANKS, ROWS, COLUMNS)
 
 
-@functools.lru_cache(maxsize=32)
+_tables: dict[tuple[str, torch.device, torch.dtype], Tensor] = {}
+
+
 def table_of(codes: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the 16 numbers of the entry ``codes`` of `NUMBERS`, as a tensor on the device."""
-    return torch.tensor(NUMBERS[codes], dtype=dtype, device=device)
+    key = codes, device, dtype
+    if key not in _tables:
+        table = torch.tensor(NUMBERS[codes], dtype=dtype, device=device)
+        if type(table) is not Tensor:  # a fake tensor of `layers.compile_ahead` has no values for later calls
+            return table
+        _tables[key] = table
+    return _tables[key]
 
 
 def _scales_reference(scales: Tensor, whole: Tensor | None, constants: GroupConstants) -> Tensor:

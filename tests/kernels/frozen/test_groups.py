@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_models.kernels.activation.gated_act import gated_act_reference
 from liger_models.kernels.frozen import groups
@@ -206,3 +207,13 @@ def test_real_sizes(kind, shape):
         x = draw(rows, shape[1], device="cuda", dtype=torch.bfloat16)
         want = x.double() @ dense.double().T
         assert (quantized_linear(x, weight).double() - want).norm() <= 2e-3 * want.norm()
+
+
+def test_a_fake_table_is_not_kept():
+    """`warm_up` runs a model on tensors without values before its first step."""
+    name, device, dtype = "e2m1", torch.device("cpu"), torch.float64  # which no other test asks for
+    with FakeTensorMode():
+        groups.table_of(name, device, dtype)
+    table = groups.table_of(name, device, dtype)
+    assert table.tolist() == list(groups.NUMBERS[name])
+    assert groups.table_of(name, device, dtype) is table
