@@ -5,6 +5,7 @@ processes.
 """
 
 import itertools
+import multiprocessing
 import os
 import re
 import runpy
@@ -68,6 +69,14 @@ def start_forkserver() -> None:
         ensure_running()
 
 
+def forget_forkserver() -> None:
+    """Let a process of the fork server start others as Python does by default.
+
+    It would start a fork server of its own for the workers of a `DataLoader`, which imports everything again.
+    """
+    multiprocessing.set_start_method(None, force=True)
+
+
 def run(
     script: str | Path, *arguments: str, cwd: Path, ranks: int = 0, check: bool = True, seconds: float = 300,
     **variables: str,
@@ -107,6 +116,7 @@ def run(
 def _run(script: str, arguments: tuple[str, ...], cwd: Path, variables: dict[str, str], out: Path, err: Path) -> None:
     os.environ.clear()
     os.environ.update(variables)
+    forget_forkserver()
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     os.chdir(cwd)
     for number, path in ((1, out), (2, err)):
@@ -114,6 +124,7 @@ def _run(script: str, arguments: tuple[str, ...], cwd: Path, variables: dict[str
     # Ranks share the file, so a line must be one write, even where PYTHONUNBUFFERED made print write its parts.
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.argv = [script, *arguments]
+    sys.orig_argv = [sys.executable, *sys.argv]
     sys.path[:0] = [str(Path(script).absolute().parent), *variables["PYTHONPATH"].split(os.pathsep)]
     try:
         runpy.run_path(script, run_name="__main__")

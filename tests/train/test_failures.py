@@ -19,7 +19,7 @@ from liger_models.parallel import clip_grad_norm_
 from liger_models.train.loop import main
 
 from ..data.conftest import tokenizer  # noqa: F401
-from ..processes import FORKSERVER, environment, free_port, start_forkserver
+from ..processes import FORKSERVER, environment, forget_forkserver, free_port, start_forkserver
 from .runs import log, no_group_is_left  # noqa: F401
 from .test_objectives import folder, result, train_on  # noqa: F401
 
@@ -99,6 +99,7 @@ def command(given: list[str], variables: dict[str, str], errors: Path, patch: st
     os.setsid()
     os.environ.clear()
     os.environ.update(variables)
+    forget_forkserver()
     torch.set_num_threads(1)
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
     with mock.patch("torch.accelerator.current_accelerator", return_value=None):

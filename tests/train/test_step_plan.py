@@ -16,7 +16,8 @@ from liger_models.train.loop import train
 from liger_models.train.restart import REQUEST
 from liger_models.train.train_options import TrainOptions
 
-from ..processes import run, torchrun
+from .. import processes
+from ..processes import run
 from .runs import log, no_group_is_left, on_the_cpu  # noqa: F401
 from .test_loop import files, folder  # noqa: F401
 
@@ -222,13 +223,18 @@ main()
 
 
 @pytest.mark.distributed
-def test_two_ranks_start_again_with_a_smaller_plan(folder, tmp_path):  # noqa: F811
-    """One of them runs out of memory in step 4, after a checkpoint of step 2, while the other one waits for it."""
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_two_ranks_start_again_with_a_smaller_plan(torchrun, folder, tmp_path):  # noqa: F811
+    """One of them runs out of memory in step 4, after a checkpoint of step 2, while the other one waits for it.
+
+    The ranks meet in a store, which is torchrun's or, without it, that of rank 0.
+    """
     (folder / "out_of_memory.py").write_text(OUT_OF_MEMORY)
     place: dict[str, Any] = {"cwd": folder, "XDG_CACHE_HOME": str(folder / "cache")}
-    words = ["config.yaml", "--steps", "6", "--output"]
-    run("out_of_memory.py", *words, str(tmp_path / "whole"), "--checkpointing", "none", **place, ranks=2)
-    done = torchrun(2, "out_of_memory.py", *words, str(tmp_path / "failed"), **place)
+    words = ["out_of_memory.py", "config.yaml", "--steps", "6", "--output"]
+    run(*words, str(tmp_path / "whole"), "--checkpointing", "none", **place, ranks=2)
+    words += [str(tmp_path / "failed")]
+    done = processes.torchrun(2, *words, **place) if torchrun else run(*words, **place, ranks=2)
     assert "ran out of memory on rank 1" in done.stderr
     assert log(tmp_path / "failed") == log(tmp_path / "whole")
     assert files(tmp_path / "failed") == files(tmp_path / "whole")
