@@ -1,4 +1,7 @@
-"""The chat templates of a checkpoint, if it has several: transformers writes the additional ones to a subfolder."""
+"""Merging of a checkpoint's chat templates.
+
+If a checkpoint has several templates, transformers writes the additional ones to a subfolder.
+"""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +16,7 @@ ADDITIONAL = "additional_chat_templates/*.jinja"
 def join_templates(files: dict[str, bytes], additional: Mapping[str, bytes]) -> dict[str, bytes]:
     """Move all templates to tokenizer_config.json, from which transformers reads them, too.
 
-    A saved checkpoint then has no subfolder.
+    If the files are saved, the checkpoint has no subfolder for additional templates.
 
     Args:
         files: contents of the checkpoint's files by name.

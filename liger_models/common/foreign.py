@@ -1,4 +1,7 @@
-"""Keyword arguments of transformers that this package lacks or names differently, each with a translation or advice."""
+"""Keyword arguments that transformers has, and that this package lacks or names differently.
+
+For each of these arguments, there is a translation or advice.
+"""
 
 import difflib
 import functools
@@ -29,7 +32,7 @@ class Foreign(NamedTuple):
 
 
 def _device(value: Any) -> Any:
-    """Return the single device of a ``device_map``, or None if the map has several devices or is invalid."""
+    """Return the device of a ``device_map`` with one device, or None if the map has several devices or is invalid."""
     import torch
 
     from liger_models.common.device import available_device

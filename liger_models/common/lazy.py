@@ -23,8 +23,8 @@ _EXPORTS: dict[str, list[str]] = {}
 class _Nearest(MetaPathFinder):
     """Import hook that suggests the most similar name if ``name`` in ``from package import name`` is unknown.
 
-    If a package lacks an attribute, Python searches for a module with this name and discards the error message of the
-    package's ``__getattr__``. The hook therefore raises its own error during this search.
+    If ``package`` has no attribute ``name``, Python discards the error message of the package's ``__getattr__``, and
+    searches for a module ``package.name``. The hook therefore raises its own error during this search.
     """
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:

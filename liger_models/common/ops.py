@@ -11,7 +11,7 @@ the op's schema, and the names of the backward's parameters say what the forward
 
 PyTorch's dispatcher takes the arguments of an op by position. An op with many arguments is therefore defined with `Op`:
 one NamedTuple holds the inputs, another NamedTuple holds the outputs, and all functions of the op take and return these
-NamedTuples. The op's schema is derived from the annotations of the NamedTuples' fields::
+NamedTuples. The schema of the op is derived from the annotations of the fields::
 
     class Inputs(NamedTuple):
         x: Tensor
@@ -29,9 +29,9 @@ NamedTuples. The op's schema is derived from the annotations of the NamedTuples'
     outputs = op(Inputs(x=x, norm=norm, weight=weight))
 
 `Op.differentiable` adds the backward, with two more NamedTuples: one for the saved values, and one for the gradients.
-The NamedTuple of gradients has two uses, so its fields are annotated as `Any`. If a parameter is annotated with
-``Gradients``, the NamedTuple holds the gradients, and each field is a ``Tensor | None``. If it is annotated with
-``Annotated[Gradients, bool]``, the NamedTuple says which gradients are needed, and each field is a bool::
+The NamedTuple of gradients has two uses, so its fields are annotated as `Any`. A parameter annotated with ``Gradients``
+gets a NamedTuple that holds the gradients: each field is a ``Tensor | None``. A parameter annotated with
+``Annotated[Gradients, bool]`` gets a NamedTuple that says which gradients are needed: each field is a bool::
 
     class Gradients(NamedTuple):
         x: Any = None
@@ -227,8 +227,7 @@ def _join(
 ) -> tuple[Any, ...]:
     """Join the arguments without default values and the groups of arguments with default values.
 
-    If a group is None, its arguments get their default values. If all groups from some group on are None, these groups
-    are left out.
+    The arguments of a group that is None get their default values. If the last groups are all None, they are left out.
     """
     joined: tuple[Any, ...] = ()
     for tail, defaults in zip(tails[::-1], groups[::-1], strict=True):
@@ -238,7 +237,7 @@ def _join(
 
 
 def _picker(indices: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Return a function that returns a tuple of the values at the given indices of a sequence."""
+    """Return a function that picks the values at the given indices from a sequence, and returns them as a tuple."""
     if len(indices) > 1:
         return itemgetter(*indices)
     return lambda values: tuple(values[index] for index in indices)
@@ -419,12 +418,12 @@ def define_op(
     The returned function takes all inputs by position. The function skips PyTorch's dispatcher where possible (see
     `without_dispatcher`).
 
-    The first parameters of ``backward`` are the gradients of the outputs. The name of each other parameter of
-    ``backward`` determines its value. A parameter with the name of an input or an output gets this tensor or number,
-    which the forward saves. A parameter ``need_<input>`` gets a bool that says whether this input needs a gradient. If
-    the gradients of all outputs are missing, the inputs get no gradients, and ``backward`` is not called. If only some
-    of these gradients are missing, a parameter annotated as ``Tensor | None`` gets None for a missing gradient, and any
-    other parameter gets zeros.
+    The first parameters of ``backward`` get the gradients of the outputs. What each other parameter of ``backward``
+    gets depends on its name. If a parameter has the name of an input or an output, it gets the value of that input or
+    output, which the forward saves. A parameter ``need_<input>`` gets a bool that says whether this input needs a
+    gradient. If the gradients of all outputs are missing, the inputs get no gradients, and ``backward`` is not called.
+    If only some of these gradients are missing, a parameter annotated as ``Tensor | None`` gets None for a missing
+    gradient, and any other parameter gets zeros.
 
     Args:
         name: name of the op, which is available as ``torch.ops.liger_models.<name>``.
@@ -469,7 +468,10 @@ def define_op(
 
 
 def _fake_like(places: list[int]) -> Callable[..., Any]:
-    """Return a fake implementation whose outputs have the shapes and dtypes of the inputs at ``places``."""
+    """Return a fake implementation.
+
+    Each of its outputs has the shape and dtype of the input at one of the ``places``.
+    """
 
     def fake(*inputs: Any) -> Any:
         like = [inputs[place] for place in places]
@@ -595,8 +597,8 @@ def _function(name: str, forward: Callable[..., Any], backward: Callable[..., An
 def _no_derivative(name: str) -> tuple[Callable[..., Any], Callable[..., None]]:
     """Return ``backward`` and ``setup_context`` for an op without a derivative. The backward raises RuntimeError.
 
-    Without them, autograd would treat the results of the op as constants. Second derivatives, which pass through the
-    ops that compute first derivatives, would silently lack terms.
+    Without these two functions, autograd would treat the results of the op as constants. Second derivatives pass
+    through the ops that compute first derivatives, so the second derivatives would silently lack terms.
     """
 
     def backward(ctx: Any, *d_outputs: Any) -> Any:
@@ -609,7 +611,10 @@ def _no_derivative(name: str) -> tuple[Callable[..., Any], Callable[..., None]]:
 
 
 def _autograd_kernel(op: Any, backward: Callable[..., Any], setup_context: Callable[..., None]) -> Callable[..., Any]:
-    """Return the implementation of an op for the dispatch key Autograd, from arguments as in `register_autograd`."""
+    """Return the function that implements an op for the dispatch key Autograd.
+
+    The arguments are as in `register_autograd`.
+    """
     defaults = [argument.default_value for argument in op._schema.arguments]
     call = op._op  # avoids a Python frame
 
@@ -654,9 +659,9 @@ def register_autograd(
 ) -> Callable[..., Any]:
     """Register the backward of an op, with less work per call than ``torch.library.register_autograd``.
 
-    The op must not have keyword-only arguments or lists of tensors. PyTorch's function fills in default values in every
-    call, for which it reads the whole schema once per argument. This takes about as much host time as the rest of a
-    forward. The function here reads the default values only once.
+    The op must not have keyword-only arguments or lists of tensors. In every call, PyTorch's function fills in the
+    default values of arguments. To find them, it reads the whole schema once per argument, which takes about as much
+    host time as the rest of a forward. The function in this file reads the default values only once.
 
     Args:
         name: name of an op in ``library``.

@@ -18,5 +18,8 @@ def printable(text: str) -> str:
 
 
 def show_warnings_as_lines() -> None:
-    """Make this process print each later warning as one line, through `printable`, without file and line number."""
+    """Make this process pass each later warning through `printable`, and print it as one line.
+
+    The line does not contain the file and the line number.
+    """
     warnings.showwarning = lambda message, *_, **__: print(printable(f"warning: {message}"), file=sys.stderr)

@@ -24,5 +24,5 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
 
 
 def _index(device: torch.device) -> list[torch.device]:
-    """Return the arguments that select a device: [device], or [] for the current device without an index."""
+    """Return the arguments that select a device: [device], or [] if it has no index and is thus the current device."""
     return [] if device.index is None else [device]

@@ -11,7 +11,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: Function) -> Function:
-    """Decorate like `torch.compiler.disable`, but do not import the compiler if nothing else has imported it."""
+    """Decorate as `torch.compiler.disable` does, but do not import the compiler unless it is already imported."""
     disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)

@@ -22,7 +22,10 @@ try:
 except ImportError:  # without Triton, which has no wheel for some platforms, only the reference backend is available
 
     class _Absent:
-        """Stand-in for Triton that lets modules define kernels. `use_triton` ensures that no kernel is launched."""
+        """Takes the place of Triton if it is not installed, so that modules can still define kernels.
+
+        `use_triton` ensures that no kernel is launched.
+        """
 
         def __getattr__(self, name: str) -> Any:
             return self
@@ -49,7 +52,7 @@ if (
     from liger_models.kernels.launch import Kernel
 
     class _Triton:
-        """The module `triton` with a different ``jit`` decorator.
+        """The module `triton`, in which only the decorator ``jit`` is replaced.
 
         Without options, the decorator creates a `Kernel`, which takes less time to launch.
         """
@@ -138,7 +141,7 @@ def is_differentiable(*tensors: Tensor | None) -> bool:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context manager in which the device of ``x`` is the current device, on which Triton launches kernels."""
+    """Return a context manager that makes the device of ``x`` the current device, on which Triton launches kernels."""
     if x.device.type == "cuda":
         # Skip the checks of `torch.cuda.current_device`, which are unnecessary because a tensor is already on a GPU.
         return _SAME_DEVICE if torch._C._cuda_getDevice() == x.device.index else torch.cuda.device(x.device)

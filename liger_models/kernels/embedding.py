@@ -2,10 +2,10 @@
 
 The forward is y_n = w[id_n]. In the backward, dw[v] is the sum of dy_n over all n with id_n = v, in fp32 and in the
 order of n. dw[v] is 0 if no id is v. The ids are sorted first, so that equal ids are neighbors. A first kernel goes
-through `CHUNK` sorted ids per program. If the chunk contains all ids that name a row, the kernel writes the row's sum.
-If the row's ids begin in an earlier chunk or end in a later one, the kernel writes a partial sum in fp32. A second
-kernel adds the partial sums of a row in the order of the chunks. There are no atomic additions, so repeated runs are
-bitwise identical.
+through `CHUNK` sorted ids per program. If all ids that name a row are in one chunk, the kernel writes the row's sum. If
+they extend over several chunks, the kernel writes a partial sum in fp32 for each of these chunks. A second kernel adds
+the partial sums of a row in the order of the chunks. There are no atomic additions, so repeated runs are bitwise
+identical.
 
 Only the ids are saved for the backward.
 """

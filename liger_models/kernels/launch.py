@@ -3,9 +3,10 @@
 For each launch, Triton looks for the compiled kernel that fits the arguments. On the host, this search takes as long as
 the rest of the launch. Triton chooses a compiled kernel by these properties: the types of the arguments, the alignment
 of pointers, the blocks of descriptors, the values of constants, and whether an integer is 1 or a multiple of 16.
-`Kernel` keeps the compiled kernels that Triton has chosen. The key of a kept kernel determines all of these properties
-except alignments. The key consists of the dtypes of the tensors, the blocks of descriptors, all integers and constants,
-and the device. Only launches in which all tensors begin at multiples of 16 bytes use the kept kernels.
+`Kernel` keeps each compiled kernel that Triton has chosen under a key. The key consists of the dtypes of the tensors,
+the blocks of descriptors, all integers and constants, and the device. The key thus determines all of these properties
+except alignments. The kept kernels are therefore used only for launches in which all tensors begin at multiples of 16
+bytes.
 
 Triton itself performs all other launches: launches of new kernels, launches on devices other than NVIDIA GPUs, launches
 with tensor subclasses, and launches that hooks observe.
@@ -99,7 +100,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
     def _keep(self, key: tuple[Any, ...], kernel: Any, given: int, options: dict[str, Any]) -> Any:
         """Keep a kernel that Triton has just launched, and return it.
 
-        ``given`` is the number of positional arguments.
+        ``given`` is the number of arguments that the launch passed by position.
         """
         if type(kernel) is CompiledKernel and not any(isinstance(value, Tensor) for value in options.values()):
             defaults = {name: parameter.default for name, parameter in self.signature.parameters.items()}
@@ -111,5 +112,5 @@ class Kernel(JITFunction):  # type: ignore[misc]
 
 
 def _observes(hook: Any) -> bool:
-    """Return whether a launch hook does something."""
+    """Return whether calling a launch hook has any effect."""
     return hook is not None and bool(getattr(hook, "calls", True))

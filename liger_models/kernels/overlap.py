@@ -3,11 +3,11 @@
 A decoding step launches hundreds of kernels, which take a few microseconds each. Between two kernels, the GPU is idle
 for about a microsecond, while the last programs of one kernel end and the first programs of the next kernel start.
 Within `overlapping`, each kernel lets the next kernel start early (programmatic dependent launch, on Hopper and later
-GPUs). The next kernel starts on free multiprocessors and loads weights, which no kernel of the step writes. Then the
-next kernel waits for the end of the previous kernel.
+GPUs). The next kernel starts on free multiprocessors and immediately loads weights, because no kernel of the step
+writes weights. Then the next kernel waits until the previous kernel has ended.
 
 All kernels of this package that run in a decoding step call `await_previous`, or `start_next` and `end_previous`. Other
-kernels run as usual: they start after the previous kernel ends, and the next kernel starts after they end.
+kernels run as usual: each starts after the previous kernel has ended, and ends before the next kernel starts.
 
 Source: https://docs.nvidia.com/cuda/cuda-programming-guide/04-special-topics/programmatic-dependent-launch.html.
 """
@@ -31,7 +31,7 @@ _active = False
 def overlapping(active: bool = True) -> Iterator[None]:
     """Return a context manager in which kernels overlap or, with ``active=False``, do not overlap.
 
-    No kernel in this context may write to a weight. Any tensor that `row_linear` takes as its weight counts as a
+    No kernel in this context may write to a weight. A weight is any tensor that is passed to `row_linear` as its
     weight.
     """
     global _active
@@ -43,7 +43,7 @@ def overlapping(active: bool = True) -> Iterator[None]:
 
 
 def can_overlap(device: torch.device) -> bool:
-    """Return whether the device has programmatic dependent launch, with which kernels can overlap."""
+    """Return whether the device supports programmatic dependent launch, which lets kernels overlap."""
     return cuda_capability(device) >= MIN_CAPABILITY
 
 

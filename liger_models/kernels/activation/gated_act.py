@@ -1,7 +1,7 @@
 """Gated activations (SwiGLU, GeGLU) of a packed projection, in which gate and up are interleaved.
 
-Element 2f of ``gate_up`` is gate f, and element 2f + 1 is up f. In this order, if f is sharded over ranks, each shard
-is a contiguous slice of the rows of the projection's weight. The forward computes the activation in fp32. s stands for
+Element 2f of ``gate_up`` is gate f, and element 2f + 1 is up f. With this order, sharding f over ranks gives each rank
+a contiguous slice of the rows of the projection's weight. The forward computes the activation in fp32. s stands for
 ``gate_scale``, which is usually 1::
 
     a = cast(act(s · gate))               cast to the input dtype before the product, as in Hugging Face's models
@@ -16,8 +16,8 @@ The backward runs in fp32 and recomputes ``a`` with the same cast::
                  z(g) = √(2/π) · (g + 0.044715 · g³)     since (1 + tanh(z)) / 2 = σ(2z)
     gelu         act(g) = g · Φ(g)                       act'(g) = Φ(g) + g · φ(g)
 
-Only gate_up is saved for the backward. On request, the backward kernel also writes y, which the weight gradient of the
-next projection needs.
+Only gate_up is saved for the backward. On request, the backward kernel also writes y, from which the weight gradient of
+the next projection is computed.
 
 Source: https://arxiv.org/abs/2002.05202, https://arxiv.org/abs/1606.08415.
 """

@@ -20,14 +20,14 @@ The forward saves q, k, v, o, m and 1 / Σ for the backward. If a single log-sum
 could be far from 0, and its rounding error would make p inaccurate. p and ds are rounded to the dtype of q, as the
 forward rounds the attention weights.
 
-Neither the forward nor the backward is a single kernel. With a head dimension of 512, a program that kept o for 128
-queries in registers would need all registers of a Hopper multiprocessor. A program that kept dk and dv for 64 keys
-would also need all of them. Programs with fewer queries or keys would load more bytes than the multiprocessors can take
-in. At this head dimension, writing and reading the attention weights takes little time compared with the matrix
-products that use them. One kernel therefore writes the visible tiles of the weights to a workspace, for some queries
-and heads at a time. In the backward, it writes the tiles of p and ds. Plain matrix products then read these tiles.
-Together with the products from which the tiles are computed, the forward takes 2 matrix products, and the backward
-takes 5. The kernels run in this order::
+The forward and the backward each run several kernels, because a single kernel would need too many registers. With a
+head dimension of 512, a program that kept o for 128 queries in registers would need all registers of a Hopper
+multiprocessor, and so would a program that kept dk and dv for 64 keys. With fewer queries or keys per program, more
+bytes would have to be loaded than the multiprocessors can take in. At this head dimension, writing and reading the
+attention weights takes little time compared with the matrix products that use them. One kernel therefore writes the
+visible tiles of the weights to a workspace, for some queries and heads at a time. In the backward, another kernel
+writes the tiles of p and ds. Plain matrix products then read these tiles. The forward takes 2 matrix products and the
+backward takes 5, including the products from which the tiles are computed. The kernels run in this order::
 
     forward                                             backward
     weights_kernel         tiles of exp2(s − m)         row_products_kernel      δ
@@ -39,12 +39,13 @@ the tile sizes for each kind of device, the constants that the launches share (`
 backward of the op, and the public function.
 
 For each tile, the first kernel of the forward writes the weights exp2(s_ij − m). For each row of the tile, it also
-writes m and the sum of the weights. Except in fp16, m is 0 if the largest s of the row is within ±64, because bf16 and
-fp32 represent weights around 2^64 as accurately as weights around 1. In all other cases, m is the largest s of the row,
-rounded up. The second kernel adds the sums of all tiles of a query. If these tiles have different m, the second kernel
-also multiplies the weights in the workspace by powers of 2. This is exact except for tiny weights. After that, the
-product with v is a plain matrix product. The loop of this product cannot rescale the weights: with Triton 3.6, such a
-loop overwrites registers that the asynchronous products of the previous step still read.
+writes m and the sum of the weights. In bf16 and fp32, m is 0 if the largest s of the row is between −64 and 64, because
+these dtypes represent weights around 2^64 as accurately as weights around 1. In all other cases, m is the largest s of
+the row, rounded up. The second kernel adds the sums of all tiles of a query. If these tiles have different m, the
+second kernel also multiplies the weights in the workspace by powers of 2. These products are exact except for tiny
+weights. The product of the weights and v is then a plain matrix product. The weights are not rescaled in the loop of
+this product, because with Triton 3.6, such a loop overwrites registers that the asynchronous products of the previous
+step still read.
 
 Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135.
 """
@@ -149,9 +150,9 @@ def bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: T
     """Return ``documents``, ``low`` and ``last`` ([B, S] int32 each), which bound the keys that a query sees.
 
     Token i and all later tokens see no key before ``low[i]``. ``last[j]`` is the last token i with ``low[i] <= j``.
-    Without documents and window, the three tensors are empty, and the kernels do not read them. For example,
-    documents 0 0 1 1 2 give low 0 0 2 2 4 and last 1 1 3 3 4. Documents 0 0 1 1 0, where document 0 consists of two
-    pieces, give low 0 0 0 0 0 and last 4 4 4 4 4: the last token sees the first token, so no key can be left out.
+    Without documents and window, the three tensors are empty, and the kernels do not read them. For example, documents
+    0 0 1 1 2 give low 0 0 2 2 4 and last 1 1 3 3 4. Documents 0 0 1 1 0 give low 0 0 0 0 0 and last 4 4 4 4 4: document
+    0 consists of two pieces, so the last token sees the first token, and no key can be left out.
     """
     if documents is None and window is None:
         nothing = torch.empty(0, dtype=torch.int32, device=like.device)
@@ -213,7 +214,7 @@ class LaunchPlan:
         return launch.places if self.bounded else min(launch.places, num_programs(q, per_sm))
 
     def columns(self, width: int) -> int:
-        """Return the number of columns of a tile of o, dq, dk or dv if the tensor's heads have ``width`` columns."""
+        """For a tensor (o, dq, dk or dv) whose heads have ``width`` columns, return the number of columns of a tile."""
         return min(self.tiles.columns, max(next_power_of_2(width), 16))
 
     def workspace(self, like: Tensor) -> Tensor:
@@ -331,7 +332,10 @@ def _causal_attention_backward(
 
 
 def _row_products(out: Tensor, d_out: Tensor, like: Tensor) -> Tensor:
-    """Compute δ of all queries from o and do [B, T, H, V]. The result [B, H, T] is allocated like ``like``."""
+    """Compute δ of all queries from o and do [B, T, H, V].
+
+    The result [B, H, T] has the shape, dtype and device of ``like``.
+    """
     B, T, H, V = out.shape
     delta, vectors = torch.empty_like(like), B * T * H
     row_products_kernel[(cdiv(vectors, 4),)](

@@ -1,8 +1,8 @@
 """The kernels of causal attention. Their formulas and their order are in the docstring of `causal_attention.py`.
 
-Every kernel first finds its tile and then computes the tile. A kernel takes the fields of a `Part` as separate
-arguments (``T, S, kv_head, query_head, query_heads, query, tiles, width``) and builds the `Part` from them. All kernels
-use these names::
+In every kernel, a program first finds out which tile is its own, and then computes this tile. A kernel takes the fields
+of a `Part` as separate arguments (``T, S, kv_head, query_head, query_heads, query, tiles, width``) and builds the
+`Part` from them. All kernels use these names::
 
     batch, head    row of the batch, and query head; the KV head is ``head // GROUP``
     place          index of a tile in the workspace, see `workspace.py`
@@ -99,9 +99,9 @@ def sums_kernel(
     T, S, kv_head, query_head, query_heads, query, tiles, width, H: tl.constexpr, GROUP: tl.constexpr,
     BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write two tensors [B, H, T]: the m that all weights of a query share, and the inverse of the weights' sum.
+    """For each query, write the m that all its weights share, and the inverse of the weights' sum ([B, H, T] each).
 
-    A tile of queries has SUMS_PROGRAMS programs. Each program computes both results for all queries of the tile.
+    SUMS_PROGRAMS programs share a tile of queries. Each of them computes both results for all queries of the tile.
     Weights that were written with another m are rescaled, and each program rescales a part of them.
     """
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
@@ -343,12 +343,13 @@ def gradients_kernel(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of dv, dk or dq per program.
+    """Each program writes one tile of dv, dk or dq.
 
-    The sums have very unequal lengths. One launch computes all three gradients, so that a multiprocessor that has
-    finished a long sum always finds a shorter one to compute next. The tiles are ordered from long to short sums, and
-    the second index of a program is its tile's place in this order. The first tiles are those of dq whose queries see
-    the most keys, and those of dk and dv whose keys are seen by the most queries.
+    A tile is a sum over queries or keys, and these sums have very unequal lengths. One launch computes all three
+    gradients, so that a multiprocessor that has finished a long sum always finds a shorter one to compute next. The
+    tiles are ordered from long to short sums, and the second index of a program is its tile's place in this order. The
+    first tiles are those of dq whose queries see the most keys, and those of dk and dv whose keys are seen by the most
+    queries.
     """
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     ACROSS_K: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D

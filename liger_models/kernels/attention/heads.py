@@ -32,7 +32,7 @@ def softmax_step(
 
 
 def check_heads(op: str, H: int, D: int, window: int | None, sinks: Tensor | None, advice: str) -> None:
-    """Raise ValueError if heads are too wide, the window is below 1, or there is not one sink per head.
+    """Raise ValueError if heads are too wide, the window is below 1, or there is not exactly one sink per head.
 
     Args:
         op: name of the op, for the error message.

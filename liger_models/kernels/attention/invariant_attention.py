@@ -9,10 +9,11 @@ document, and last_i is the token's own position. The score of key j is s_j = sc
 
 The keys of a document are read in blocks, and the first block starts with the document's first token. A single program
 reads all blocks that a token sees, one after the other. The program computes the results of a group of heads that share
-keys, for a few tokens. If these tokens belong to several documents, the program reads the blocks of each document. A
-key that a token does not see multiplies the token's sums by 1 and adds 0. The result therefore does not depend on the
-other tokens of the program, or on whether the keys are contiguous or in pages. All matrix products have the same number
-of rows, because a different number of rows might select different instructions, which add in a different order.
+keys, for a few tokens. If these tokens belong to several documents, the program reads the blocks of each document. If a
+block contains a key that a token does not see, this key leaves the token's sums unchanged, because it multiplies them
+by 1 and adds 0. The result therefore does not depend on the other tokens of the program, or on whether the keys are
+contiguous or in pages. All matrix products have the same number of rows, because a different number of rows might
+select different instructions, which add in a different order.
 
 There is no backward. `layers.attention` runs the backward of ordinary attention.
 
@@ -99,7 +100,7 @@ def _invariant_attention_kernel(
     HAS_SINKS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute the outputs of HEADS query heads of a KV head for TOKENS tokens per program.
+    """Each program computes the outputs of HEADS query heads of one KV head for TOKENS tokens.
 
     Each matrix product has TOKENS · HEADS rows, one for each pair of a token and a head.
     """

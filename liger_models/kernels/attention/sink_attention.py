@@ -13,11 +13,11 @@ In the backward, a flash-attention kernel gets y and l' instead of o and l. The 
     dS_ij = P'_ij · (dy_i · v_j − dy_i · y_i)
     dz = −Σ_i exp(z − l'_i) · (dy_i · y_i)
 
-The flash-attention kernels are PyTorch's. cuDNN runs where it is fastest: for causal attention without a window or
-documents, if the length is a multiple of `CUDNN_STEP`. Otherwise, the variable-length kernel runs. The Triton kernels
-in this file turn o and l into y and l' in place, and compute the sums dz.
+PyTorch provides the flash-attention kernels. The kernel of cuDNN runs where it is the fastest: for causal attention
+without a window or documents, if the length is a multiple of `CUDNN_STEP`. Otherwise, the variable-length kernel runs.
+The Triton kernels in this file turn o and l into y and l' in place, and compute the sums dz.
 
-q, k, v, y, l' and the sinks are saved. Attention without sinks saves the same tensors except the sinks [H].
+q, k, v, y, l' and the sinks are saved. Compared with attention without sinks, only the sinks [H] are saved in addition.
 
 Source: https://arxiv.org/abs/2309.17453, https://arxiv.org/abs/2508.10925.
 """
@@ -310,7 +310,9 @@ def sink_attention(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Compute causal attention in which each head has a sink, an additional score without a key or a value.
+    """Compute causal attention in which each head has a sink.
+
+    A sink is an additional score in the softmax, without a key or a value.
 
     Args:
         q: [B, T, H, D], float32, float16 or bfloat16. If `is_fused` is False for q, all scores are stored.

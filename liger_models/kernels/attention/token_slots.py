@@ -7,7 +7,7 @@ row's next n tokens (i < n) has the position p = L + offset + i::
     length = p + 1                            number of tokens that the token attends to
     pages = table                             a copy for each of the n tokens
 
-The tokens of an idle row are stored in slot 0, which belongs to no row. These tokens have position 0, and each attends
+The tokens of an idle row are stored in slot 0, which belongs to no row. Each of these tokens has position 0 and attends
 to one token.
 
 Source: https://arxiv.org/abs/2309.06180.

@@ -1,12 +1,13 @@
 """Layout of the workspace of `causal_attention`: which tiles of attention weights a launch writes, and where.
 
 The workspace is a stack of tiles [BLOCK_M queries, BLOCK_N keys]. The index of a tile in the stack is its *place*. One
-launch fills the workspace for some query heads, which are called the launch's *slots*, and for a part of the queries. A
-tile has a place only if one of its queries sees one of its keys, so a later query tile has more places than an earlier
-one. To make every slot a rectangle, query tiles are paired, such that each pair together sees about the same number of
-keys. The last tile is paired with the first, the second to last with the second, and so on. If the number of query
-tiles is odd, the last tile has no partner. For example, query tiles 0 to 4 make 3 pairs with 5 places each. The table
-shows which query tile each place belongs to. The key tiles of a query tile are at consecutive places, in order::
+launch fills the workspace for a part of the queries and for some query heads, which are called the *slots* of the
+launch. A tile has a place only if one of its queries sees one of its keys, so a later query tile has more places than
+an earlier one. To make every slot a rectangle, query tiles are paired, such that each pair together sees about the same
+number of keys. If the number of query tiles is even, the last tile is paired with the first, the second to last with
+the second, and so on. If the number is odd, the last tile has no partner, and the tiles before it are paired in this
+way. For example, query tiles 0 to 4 make 3 pairs with 5 places each. The table shows which query tile each place
+belongs to. The key tiles of a query tile are at consecutive places, in order::
 
     pair 0    4 4 4 4 4
     pair 1    3 3 3 3 0
@@ -35,8 +36,8 @@ are summed over launches in fp32."""
 class Part(NamedTuple):
     """The heads and queries of a launch.
 
-    Kernels take these numbers as separate arguments and build the tuple again, because Triton would specialize the
-    entries of a tuple and compile a new kernel for each launch.
+    Kernels take the fields as separate arguments and build the tuple from them. If a kernel took the tuple itself,
+    Triton would specialize the tuple's entries, and would compile a new kernel for each launch.
 
     Attributes:
         T: number of queries in a row of the batch.
@@ -70,7 +71,7 @@ VARYING = [
 def key_tiles(tile, position, S, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the number of key tiles that a query tile sees.
 
-    The first query of query tile 0 has the index ``position`` among the S keys.
+    ``position`` is the token index of the first query of query tile 0.
     """
     return tl.cdiv(tl.minimum(position + (tile + 1) * BLOCK_M, S), BLOCK_N)
 
@@ -86,7 +87,7 @@ def slot_head(slot, part, H: tl.constexpr, GROUP: tl.constexpr):
 def first_place(slot, tile, part, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the place of the first key tile that a query tile sees.
 
-    The query tile's other key tiles are at the following places.
+    The other key tiles that the query tile sees are at the places that follow.
     """
     upper = tile >= part.tiles // 2  # True for the later tile of a pair, whose places come first
     pair = tl.where(upper, part.tiles - 1 - tile, tile + part.tiles % 2)
@@ -158,10 +159,10 @@ class Launch(NamedTuple):
 def parts_of_queries(
     T: int, S: int, block_m: int, block_n: int, matrices: int
 ) -> tuple[int, list[tuple[int, int, int]]]:
-    """Return the number of heads per launch, and the parts of the queries, which have about equally many visible pairs.
+    """Return the number of heads per launch, and parts of the queries that have about equal numbers of visible pairs.
 
-    A part is a tuple of its first query, its number of query tiles, and the number of places per pair of query
-    tiles. The workspace has room for one part of the queries and the returned number of heads.
+    A part is a tuple of its first query, its number of query tiles, and the number of places per pair of query tiles.
+    The workspace has room for the returned number of heads and one of the parts at a time.
 
     Args:
         T: number of queries.
@@ -194,8 +195,9 @@ def launches(q: Tensor, k: Tensor, block_m: int, block_n: int, backward: bool) -
     """Split the work on q [B, T, H, D] and k [B, S, G, D] into launches, each for some heads and queries.
 
     The forward processes all query heads of a KV head before the next KV head, so that keys are still in the cache when
-    they are read again. A launch of the backward takes as many KV heads as fit. It takes several query heads of each KV
-    head only if all KV heads fit. With many KV heads, the launch computes sums over queries for more tiles.
+    they are read again. A launch of the backward takes as many KV heads as fit. If all KV heads fit, the launch takes
+    several query heads of each KV head. KV heads come first because a launch with more KV heads computes sums over
+    queries for more tiles.
     """
     (B, T, H, _), (_, S, G, _) = q.shape, k.shape
     heads, parts = parts_of_queries(T, S, block_m, block_n, matrices=2 if backward else 1)

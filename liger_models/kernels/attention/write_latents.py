@@ -62,7 +62,7 @@ def _normed(
     x_ptr, w_ptr, C: tl.constexpr, eps, weight_offset, SCALE_IN_FP32: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalize a row [C]. The weight, which no kernel writes, is loaded before the previous kernel ends."""
+    """Normalize a row [C]. No kernel writes the weight, so the weight is loaded before the previous kernel ends."""
     columns = tl.arange(0, BLOCK)
     w = tl.load(w_ptr + columns, mask=columns < C, other=0.0)
     end_previous(OVERLAPS)
@@ -81,7 +81,7 @@ def _write_latents_kernel(
 ):  # fmt: skip
     """Write the row of a token into its page.
 
-    Programs whose second index is 1 normalize the latent of the token's queries instead.
+    A program whose second index is 1 does not write a row. It normalizes the latent of the token's queries.
     """
     start_next(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)

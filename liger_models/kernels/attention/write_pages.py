@@ -5,8 +5,8 @@ negative, the token is padding and is not written::
 
     keys[s // P, s % P] = k_n,   values[s // P, s % P] = v_n        with s = slots[n] >= 0
 
-Latent attention caches one row of elements for each token, from which keys and values are computed. This row is
-passed as the key, and the values have width 0.
+Latent attention caches one row of elements for each token, from which keys and values are computed. This row is passed
+to the op as the key, and the width of the values is 0.
 
 Source: https://arxiv.org/abs/2309.06180.
 """
@@ -73,7 +73,7 @@ WRITE_PAGES = define_op("write_pages", _write_pages, lambda *_: None)
 def write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Write the keys and values of new tokens into pages, in place.
 
-    If several tokens have the same slot, only an arbitrary one of them is written.
+    If several tokens have the same slot, only one of them is written, and it is not defined which one.
 
     Args:
         keys, values: the pages, [pages, P, G, D] and [pages, P, G, V], contiguous. V may be 0.

@@ -14,7 +14,8 @@ the sum::
 A linear layer has three products, ``y = x @ Wᵀ``, ``dx = dy @ W`` and ``dW = dyᵀ @ x``. The second product needs the
 columns of W as rows, and the third product needs the columns of dy and x as rows. Kernels therefore write a matrix by
 rows, by columns (transposed), or both. Kernels can also compute a matrix right before they round it: a normalized
-matrix, a gated product, or the gradient of gate and up. Such a matrix exists only in float8. The recipes are::
+matrix, a gated product, or the gradient of gate and up. A matrix that is computed in this way is never stored
+unrounded. The recipes are::
 
     tensorwise            one scale per operand; dy is in e5m2, and other operands are in e4m3
     rowwise               one scale per row of each operand, a power of 2; all operands are in e4m3
@@ -274,7 +275,7 @@ def _flat_amax_kernel(
 
 @triton.jit
 def _store_columns(pointer, q, row, column, C, padded):
-    """Store the tile q [ROWS, COLUMNS] transposed, as part of rows of length ``padded``."""
+    """Transpose the tile q [ROWS, COLUMNS], and store it in a matrix whose rows have length ``padded``."""
     place = column.to(tl.int64)[:, None] * padded + tl.trans(row)
     tl.store(pointer + place, tl.trans(q), mask=(column < C)[:, None] & tl.trans(row < padded))
 
@@ -553,7 +554,7 @@ def round_gradient(
 
 
 def round_known(x: Tensor, dtype: torch.dtype, amax: Tensor) -> Tensor:
-    """Round x [R, K] to a float8 dtype with one scale, given a known amax [1] in fp32."""
+    """Round x [R, K] to a float8 dtype with one scale, which is computed from the known amax [1] in fp32."""
     if use_triton(x):
         by_rows, _, _ = round_tiles(plain(x), amax, dtype, False, rows=True, columns=False)
         assert by_rows is not None
@@ -585,7 +586,8 @@ def transposed(matrix: Float8) -> Float8:
 def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 | None = None) -> Float8:
     """Round a weight [O, C] by rows, for the product that computes y.
 
-    If the recipe has one scale per operand, ``amax`` [1] is increased to the largest absolute value of the weight.
+    If the recipe has one scale per operand, ``amax`` [1] is raised to at least the largest absolute value of the
+    weight.
 
     If the ranks have already rounded their own rows with one scale and gathered all rows, ``gathered`` is the gathered,
     rounded weight. The values of ``weight`` are then not read.

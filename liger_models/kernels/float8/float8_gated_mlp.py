@@ -1,6 +1,6 @@
 """The gated MLP with the norm before it, as in `gated_mlp`, with products in float8.
 
-In the forward, q rounds as a `Recipe` specifies, N is a norm, and A is `gated_act`::
+In the forward, q rounds a matrix to float8 as a `Recipe` specifies, N is a norm, and A is `gated_act`::
 
     h = residual + x                      rounded to the dtype of the residual; without x, h = residual
     u = q(N(h)) @ q(Wgu)ᵀ + bgu           gate and up interleaved
@@ -18,8 +18,8 @@ recipe or a bias needs them. Weights are rounded in the forward and again in the
 
 The same tensors are saved as in `gated_mlp`. With one scale per operand, the largest absolute values of N(h), Wgu, A(u)
 and Wd are also saved. With ``recompute``, u is not saved, and large numbers of rows are processed in chunks, as in
-`gated_mlp`. In chunks, one scale per operand means one scale per operand and chunk. The scale of a chunk is computed
-either from the rows of the chunk, or from all rows up to the end of the chunk.
+`gated_mlp`. A recipe with one scale per operand then has one scale for each operand and chunk. This scale is computed
+either from the rows of the chunk alone, or from all rows up to the end of the chunk.
 
 Source: https://arxiv.org/abs/2002.05202 (gated MLP), https://arxiv.org/abs/2209.05433 (float8 training).
 """

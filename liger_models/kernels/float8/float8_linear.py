@@ -1,6 +1,7 @@
 """A linear layer in float8, alone or after a residual addition and a norm.
 
-In the forward, q rounds as a `Recipe` specifies, and N is a norm as in `norm_linear`, or no norm::
+In the forward, q rounds a matrix to float8 as a `Recipe` specifies. N is a norm as in `norm_linear`, or there is no
+norm::
 
     h = residual + x                      rounded to the dtype of the residual; without x, h = residual
     y = q(N(h)) @ q(W)ᵀ + b               in the dtype of the weight
@@ -11,8 +12,9 @@ weights::
     dn = q(dy) @ q(W),   dx = N'(dn) + dh
     dW = q(dy)ᵀ @ q(N(h)),   db = Σ_rows dy
 
-The kernel of an RMSNorm also rounds the normalized rows, which therefore exist only in float8. The backward recomputes
-these rows from h. q(W) is not saved: the forward rounds W by rows, and the backward needs W rounded by columns.
+If the norm is an RMSNorm, its kernel also rounds the normalized rows, so these rows exist only in float8. The backward
+recomputes these rows from h. q(W) is not saved: the forward rounds W by rows, and the backward needs W rounded by
+columns.
 
 The same tensors are saved as in `norm_linear`. With one scale per operand, the largest absolute values of N(h) and W
 are also saved.

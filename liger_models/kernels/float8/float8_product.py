@@ -1,8 +1,8 @@
 """The float8 products of a projection, as steps of `norm_linear` and `gated_mlp`.
 
-The operands of each product are rounded right before the product, as `float8` describes. One kernel computes and rounds
-the normalized rows, another the gated product, and another the gradient of gate and up. The unrounded matrices are
-stored only if a recipe or a bias needs them.
+The operands of each product are rounded right before the product, as `float8` describes. Three matrices are each
+computed and rounded by a single kernel: the normalized rows, the gated product, and the gradient of gate and up. The
+unrounded matrices are stored only if a recipe or a bias needs them.
 
 With one scale per operand, the forward finds the largest absolute values of the rows and of W, and the backward reuses
 these values.
@@ -100,7 +100,7 @@ class Float8Product(Product):
     def normed(self, norm: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Any, Tensor, Tensor]:
         """Run the norm before this projection, and return ``(rows for `forward`, h, statistics)``.
 
-        The kernel of an RMSNorm also rounds the rows.
+        If the norm is an RMSNorm, its kernel also rounds the normalized rows.
         """
         if _rounds_itself(norm, residual, self.dtype):
             assert norm.weight is not None

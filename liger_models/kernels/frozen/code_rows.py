@@ -11,19 +11,20 @@ multiply and add. The operands of matrix units hold neighboring weights as pairs
 - "one_scale": a further instruction multiplies the pair by a scale in bfloat16, and rounds the products.
 - "two_scales": the codes are in e2m1, and bfloat16 cannot represent their scale s exactly. Each e2m1 number is a power
   of 2, or 1.5 times a power of 2. Each rounded weight is therefore t = bf16(s) or u = bf16(1.5 · s), multiplied by a
-  power of 2. Let p be the number without its mantissa, which is a power of 2 with the number's sign. The rounded weight
-  is then number · 2 (u - t) + p · (3 t - 2 u). All factors of this sum are exact in bfloat16, and so is the sum. A pair
-  takes three instructions.
+  power of 2. Let p be the number without its mantissa: a power of 2 with the sign of the number. The rounded weight is
+  then number · 2 (u - t) + p · (3 t - 2 u). All factors in this formula are exact in bfloat16, and so is its result.
+  Applying the formula to a pair takes three instructions.
 - "products": numbers or scales are in fp32, and each product of a number and a scale is rounded. Shared memory holds 16
-  copies of the table of pairs, in fp32, and each lane reads a pair of eight bytes. Three instructions multiply both
-  numbers and round the products.
+  copies of the table of pairs, in fp32, and each lane reads a pair of eight bytes. Multiplying both numbers of a pair
+  and rounding the products takes three instructions.
 
-One product of the matrix units adds A [16, 16] @ B [16, 8] to its sums. If x has several rows, each row of A is a row
-of W, and each column of B is a row of x. With a single row of x, seven columns of B would be unused, and a warp would
-read 64 bytes of each of eight rows of W at a time. Instead, the columns of W are split among eight groups of four
-lanes. Rows n and n + 8 of A are two rows of W, and column n of B is x, but all three hold only the elements at the
-columns of group n. The diagonal of the result then holds the sums that are needed, and the other elements are not used.
-The columns that a group handles can be chosen freely, so a warp can read 512 contiguous bytes of a row of W.
+One instruction of the matrix units computes A [16, 16] @ B [16, 8], and adds it to 16 · 8 sums. If x has several rows,
+each row of A is a row of W, and each column of B is a row of x. With a single row of x, this layout would leave seven
+columns of B unused, and a warp would read 64 bytes of each of eight rows of W at a time. For a single row, the columns
+of W are therefore split among eight groups of four lanes. Rows n and n + 8 of A hold two rows of W, and column n of B
+holds x, in each case only the elements at the columns of group n. The diagonal of the result then holds the sums that
+are needed, and the other elements are not used. The columns that a group handles can be chosen freely, so a warp can
+read 512 contiguous bytes of a row of W.
 
 Source: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma.
 """
@@ -68,11 +69,12 @@ cannot just multiply pairs."""
 def fill(*, first_is_upper: bool, size: int = 2) -> str:
     """Return PTX that builds all pairs of numbers in shared memory from the table of numbers at address $1.
 
-    A number has ``size`` bytes, 2 or 4. $0 is set to the address of the first pair in this lane's copy. If a number has
-    4 bytes, lanes n and n + 16 share a copy of the table. Consecutive pairs of a copy are 128 bytes apart. Each thread
-    handles the sixteen byte values with a given lower half. For each value, it writes the pair several times, into 16
-    bytes. With more than 128 threads, several threads write the same bytes. The first number of a pair belongs to the
-    upper half of the byte (``first_is_upper``) or to the lower half.
+    ``size`` is the number of bytes of each number, 2 or 4. $0 is set to the address of the first pair in this lane's
+    copy. If a number has 4 bytes, lanes n and n + 16 share a copy of the table. Consecutive pairs of a copy are 128
+    bytes apart. Each thread handles sixteen values of a byte, which have the same lower half. For each value, the
+    thread fills 16 bytes with copies of the pair. With more than 128 threads, several threads write the same bytes. The
+    first number of a pair is that of the byte's upper half if ``first_is_upper`` is set, and otherwise that of the
+    lower half.
     """
     bits = f"b{8 * size}"
     ptx = f"{{.shared .align 128 .b8 pairs[32768];\n.reg .b32 n, a, v; .reg .b64 p; .reg .{bits} upper, lower;\n"
@@ -147,7 +149,7 @@ PRODUCT = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {0}, {{a0, a1, a2
 
 
 def _several_step(kind: str, tiles: int) -> str:
-    """Return PTX that multiplies a part of 16 rows of W by 8 · ``tiles`` rows of x.
+    """Return PTX that multiplies the columns of one step in 16 rows of W by 8 · ``tiles`` rows of x.
 
     In a warp, the lane with index 4 · ``group`` + ``quarter`` has 16 of every 64 bytes of the rows ``group`` and
     ``group + 8`` of W. The lane also has row ``group`` of x and, with two tiles, row ``group + 8`` of x. The lane holds
@@ -199,8 +201,8 @@ def _single_step(kind: str, *, whole: bool) -> str:
     A lane has 16 contiguous bytes of each row of W. If 16 contiguous bytes would have two scales, a lane instead has 8
     bytes of each half of the 512 bytes. With ``whole``, either all lanes of a warp have bytes, or none of them do.
 
-    The operands are: the new sums of the eight rows (in each group, only the sums of the lane that holds the diagonal
-    count); the old sums; the address of the codes in the first row; the distance between rows; the address of x; the
+    The operands are: the new sums of the eight rows (in each group, only the lane that holds the diagonal has valid
+    sums); the old sums; the address of the codes in the first row; the distance between rows; the address of x; the
     number of bytes that are left; whether the lane's group is odd; one or two scales for each row; and the address from
     `fill`.
     """
@@ -249,8 +251,8 @@ def _gather() -> str:
 
     In each group, one lane holds the diagonal of the product, and only its partial sums are used; see the module's
     docstring. The inputs $1 to $8 are a lane's partial sums of the eight rows. In the four lanes of group n, $0 becomes
-    the complete sum of row n. In each step, two lanes whose groups differ in one bit exchange partial sums: each lane
-    keeps its sums of half of the rows, and sends its sums of the other half.
+    the complete sum of row n. In each step, two lanes whose group numbers differ in one bit exchange partial sums: each
+    lane keeps its sums for one half of the rows, and sends its sums for the other half.
     """
     ptx = "{.reg .f32 v<8>, k, s; .reg .pred p; .reg .b32 group, quarter, t;\n"
     ptx += "mov.u32 t, %laneid; shr.u32 group, t, 2; and.b32 quarter, t, 3;\n"
@@ -301,7 +303,10 @@ def group_scale(
 
 @triton.jit
 def add_warps(t0, t1, t2, t3, WARPS: tl.constexpr):
-    """Add the sums [16, 8] of all warps. Each thread holds four sums of its warp, as the matrix units return them."""
+    """Add the sums [16, 8] of all warps.
+
+    Each thread holds four of the sums of its warp, in the layout in which the matrix units return them.
+    """
     low = tl.sum(tl.reshape(tl.join(t0, t1), [WARPS, 8, 8]), 0)
     high = tl.sum(tl.reshape(tl.join(t2, t3), [WARPS, 8, 8]), 0)
     return tl.reshape(tl.permute(tl.join(low, high), [2, 0, 1]), [16, 8])
@@ -311,7 +316,7 @@ def add_warps(t0, t1, t2, t3, WARPS: tl.constexpr):
 def _scales_of_row(
     loads, row, byte, left, KIND: tl.constexpr, PAIRS: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Load the scales that a lane needs for a row of W in `_single_step`: one for each of the lane's chunks.
+    """Load the scales that a lane needs in `_single_step` for one row of W: one scale for each chunk of the lane.
 
     The lane has one or two chunks. ``loads`` consists of the pointer to the scales, the pointer to the scales of whole
     rows, and the number of scales of a row. PAIRS is the number of bytes of codes that share a scale.
@@ -332,7 +337,7 @@ def _single_row_kernel(
     ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, LOW: tl.constexpr, WARPS: tl.constexpr,
     ALIKE: tl.constexpr,
 ):  # fmt: skip
-    """Compute results for a single row of x. A tensor holds one element per thread; see `_single_step`.
+    """Compute results for a single row of x. Every tensor has one element per thread; see `_single_step`.
 
     A tile has eight results. Program p of P programs computes the tiles p, p + P, p + 2 P and so on. ALIKE means that a
     row of W consists of whole steps.
@@ -432,7 +437,7 @@ def _several_rows_kernel(
 ):  # fmt: skip
     """Compute ROWS = 16 results for up to 8 · TILES rows of x, with codes of four bits.
 
-    A tensor holds one element per thread; see `_several_step`. PAIRS is the number of bytes that share a scale.
+    Every tensor has one element per thread; see `_several_step`. PAIRS is the number of bytes that share a scale.
     """
     start_next(OVERLAPS)
     PER: tl.constexpr = 2 if KIND == "two_scales" else 1

@@ -7,7 +7,7 @@ projection can interleave the rows of several matrices. W is dequantized in one 
 after the product. The dequantized W is identical to the weight of a model that loads the checkpoint in bfloat16.
 
 If x has few rows, as in a decoding step, the forward does not dequantize W in memory. A kernel reads the codes, and
-dequantizes each tile of W in registers right before the product. The elements of these tiles are the same as if W were
+dequantizes each tile of W in registers right before the product. These tiles have the same elements as a W that is
 dequantized in memory, but the products are summed in another order.
 
 Source: https://arxiv.org/abs/2412.19437, section 3.3.
@@ -76,7 +76,7 @@ def _block_weight_kernel(
     code_ptr, scale_ptr, w_ptr, N, K, G, WIDTH: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr,
     NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """Dequantize PIECES pieces of each of ROWS rows per program.
+    """Each program dequantizes PIECES pieces of each of ROWS rows.
 
     A piece is NUMBERS columns of a row that share a scale. A thread dequantizes whole pieces, and needs one scale for
     each piece.
@@ -130,9 +130,9 @@ def _block_row_kernel(
 ):  # fmt: skip
     """Compute ROWS results for a single row of x; each step reads BLOCKS blocks of each row of W.
 
-    BY_ROW means that all blocks of a row share its only scale. The next kernel starts late, when all programs have read
-    their rows. If a kernel of many small programs starts earlier, its programs are distributed unevenly over the
-    multiprocessors.
+    BY_ROW means that all blocks of a row share its only scale. The next kernel may start only when all programs have
+    read their rows. If a kernel with many small programs started earlier, its programs would be distributed unevenly
+    over the multiprocessors.
     """
     COLUMNS: tl.constexpr = BLOCKS * WIDTH
     RUNS: tl.constexpr = COLUMNS // RUN
@@ -298,9 +298,10 @@ class Float8Blocks(Format):
         return block_rows(x, codes, scales, width, bias, act, low_rank)
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """Return the number that must divide the size of a slice. A slice of columns must consist of whole blocks.
+        """Return the number of which the size of a slice must be a multiple.
 
-        A slice of rows may have any size, because each row has its own scales.
+        A slice of columns must consist of whole blocks. A slice of rows may have any size, because each row has its own
+        scales.
         """
         return 1 if rows else max(layout[0], 1)
 

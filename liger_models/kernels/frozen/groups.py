@@ -9,8 +9,8 @@ the weight of a model that loads the checkpoint as dense weights.
 
 W is dequantized in one pass before each product, and freed after the product. If x has few rows, as in a decoding step,
 the forward does not dequantize W in memory. A kernel reads the codes, and dequantizes each tile of W in registers right
-before the product. The elements of these tiles are the same as if W were dequantized in memory, but the products are
-summed in another order.
+before the product. These tiles have the same elements as a W that is dequantized in memory, but the products are summed
+in another order.
 """
 
 import math
@@ -85,7 +85,7 @@ class GroupConstants(NamedTuple):
 
 @triton.jit
 def group_number(code, table_ptr, CODES: tl.constexpr):
-    """Return the numbers, in fp32, that the codes stand for. ``code`` is an int32 tensor of values from 0 to 15."""
+    """Return the fp32 numbers that the codes stand for. ``code`` is an int32 tensor of values from 0 to 15."""
     if CODES == "e2m1":
         # Move the code's exponent and mantissa to an fp32 number, whose exponent bias is larger by 126.
         bits = ((code & 7) << 22) | ((code & 8) << 28)
@@ -343,7 +343,10 @@ def group_rows(
 
 
 class Groups(Format):
-    """A format with codes [O, C / 2] and scales [O, G] from a checkpoint. The layout begins with the width C / G."""
+    """A format with codes [O, C / 2] and scales [O, G] from a checkpoint.
+
+    The first number of the layout is C / G, the number of columns per scale.
+    """
 
     is_kept = True
     by_column = ("scales",)
@@ -382,7 +385,7 @@ class Groups(Format):
         return group_rows(x, codes, scales, whole, self.constants(weight.layout), bias, act, low_rank)
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """Return the number that must divide the size of a slice.
+        """Return the number of which the size of a slice must be a multiple.
 
         A slice of columns must consist of whole groups. A slice of rows may have any size.
         """

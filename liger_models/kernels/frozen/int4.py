@@ -13,7 +13,10 @@ from liger_models.kernels.frozen.weight import register
 
 @register
 class Int4(Groups):
-    """The format with codes [O, C / 2] uint8 and floating-point scales [O, G]. A weight's layout is ``[C / G]``."""
+    """The format with codes [O, C / 2] uint8 and floating-point scales [O, G].
+
+    The layout of a weight is ``[C / G]``, the number of columns per scale.
+    """
 
     name = "int4"
     number = 6

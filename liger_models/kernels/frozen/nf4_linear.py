@@ -142,9 +142,9 @@ class NormalFloat4(Format):
     tensor, ``factors``.
 
     For tensor parallelism (`slices`), each rank needs the factors of its own scales, but scales that share a factor may
-    be in different slices. Each factor is therefore repeated, so that each copy belongs to fewer consecutive scales,
-    all in the same slice. Every rank also needs the mean and the table, so for slices, these two form a separate
-    tensor, ``constants``.
+    be in different slices. Several copies of each factor are therefore stored. Each copy belongs to fewer consecutive
+    scales, which are all in the same slice. Every rank also needs the mean and the table, so for slices, these two form
+    a separate tensor, ``constants``.
     """
 
     name = "nf4"
@@ -190,7 +190,7 @@ class NormalFloat4(Format):
         return FrozenWeight(self, tensors, weight.shape, [weight.block_size, weight.scaler_block_size], weight.dtype)
 
     def dense(self, weight: FrozenWeight) -> Tensor:
-        """Dequantize the weight, with all experts at once; see `nf4_dense`."""
+        """Dequantize the weight, or the weights of all experts in one call; see `nf4_dense`."""
         packed, sizes = self._packed(weight), self._sizes(weight)
         dequantize = nf4_dense if use_triton(packed[-1]) else nf4_dense_reference
         return dequantize(packed, sizes, weight.dtype).view(weight.shape)
@@ -203,7 +203,7 @@ class NormalFloat4(Format):
         return nf4_rows(x, bias, packed, sizes, act, low_rank) if takes_nf4_rows(x, packed, sizes) else None
 
     def pack(self, weight: FrozenWeight) -> dict[str, Tensor]:
-        """Return the tensors of experts unchanged, and the tensors of a matrix with one row per block."""
+        """Return the tensors unchanged for experts, and with one row per block for a single matrix."""
         if len(weight.shape) == 3:
             return super().pack(weight)
         codes, scales, factors, mean, table = weight.tensors

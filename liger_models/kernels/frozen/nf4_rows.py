@@ -11,9 +11,9 @@ result.
 For up to `MOST_LOOKUPS` rows of x, a kernel in PTX looks up both numbers of a byte of codes with two instructions. One
 instruction turns the byte into an address, and the other reads the pair of numbers. The numbers are in the order in
 which the matrix units take them. Shared memory holds each of the 256 pairs 32 times, once in each bank. All lanes of a
-warp can therefore read their pairs in one access, whichever bytes they look up. A matrix product that the matrix units
-compute has eight columns. If x has more than two rows, the columns are the rows of x. If x has one or two rows, each
-column holds one block of a row of x, and zeros in place of the other blocks.
+warp can therefore read their pairs in one access, whichever bytes they look up. The matrix units compute products with
+eight columns. If x has more than two rows, each of these columns is a row of x. If x has one or two rows, each column
+holds one block of a row of x, and zeros in place of the other blocks.
 
 If the kernel in PTX does not support the number of rows, the GPU or the dtype, a kernel in plain Triton runs. On NVIDIA
 GPUs from Ampere on, the Triton kernel looks the numbers up in registers.
@@ -62,11 +62,11 @@ program, the number of scales per result and step, and the number of warps, each
 def _step(kind: str, columns: int) -> str:
     """Return PTX that multiplies STEP_BLOCKS blocks of 16 rows of W by up to ``columns`` (1, 2 or 8) rows of x.
 
-    Each of the eight columns of a matrix product stands for one of ``slots`` blocks of one of ``columns`` rows of x. In
-    a warp, the lane with index 4 · ``group`` + ``quarter`` holds codes of the rows ``group`` and ``group + 8`` of W.
-    The lane also holds the elements of x by which these codes are multiplied for column ``group`` of the product. Of
-    the sums, it holds those of the columns 2 · ``quarter`` and 2 · ``quarter`` + 1. The codes of a block are held by
-    two lanes, or by four lanes if ``columns`` is 8.
+    Each of the eight columns of a matrix product belongs to one of ``columns`` rows of x, and to one of ``slots``
+    blocks of this row. In a warp, the lane with index 4 · ``group`` + ``quarter`` holds codes of the rows ``group`` and
+    ``group + 8`` of W. For column ``group`` of the product, the lane also holds the elements of x by which these codes
+    are multiplied. The lane holds the sums of the columns 2 · ``quarter`` and 2 · ``quarter`` + 1. The codes of a block
+    are held by two lanes, or by four lanes if ``columns`` is 8.
 
     $0 to $3 are the new sums, and $4 to $7 are the old sums. In each of the two lists, the sums of row ``group`` come
     first. $8 and $9 are the addresses of the codes of the two rows, and $10 is the address of x. $11 is the number of
@@ -150,7 +150,7 @@ def _pairs() -> str:
     """Return PTX that looks up both numbers of each of the four bytes in $4.
 
     $0 and $1 are set to the first numbers of the bytes, and $2 and $3 to the second numbers. One `prmt` instruction
-    looks up four numbers in eight entries of the table, but only one byte of each number.
+    looks up one byte of each of four numbers, in eight entries of the table.
     """
     ptx = "{\n.reg .b32 s, m, a, b, h, l;\nand.b32 s, $4, 0x77777777;\n"
     ptx += "shr.u32 m, $4, 1; lop3.b32 m, m, 0x44444444, 0x32103210, 0xEA;\n"
@@ -181,7 +181,10 @@ def nf4_scale(scale_ptr, factor_ptr, mean, block, inside, dtype: tl.constexpr, S
 def _lookup_scale(
     scale_ptr, factor_ptr, mean, row, block, blocks, dtype: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr
 ):
-    """Compute the scales of the blocks ``block`` of the rows ``row``. Beyond a row's last block, the scale is 0."""
+    """Compute the scales of the blocks with the indices ``block`` in the rows with the indices ``row``.
+
+    Beyond a row's last block, the scale is 0.
+    """
     inside = block < blocks
     scale = nf4_scale(scale_ptr, factor_ptr, mean, row * blocks + block, inside, dtype, SCALES_PER_FACTOR)
     return tl.where(inside, scale, 0.0)

@@ -21,7 +21,7 @@ Weight = Tensor | FrozenWeight
 
 
 def weight_for_op(weight: Weight) -> tuple[Any, ...] | None:
-    """Return the arguments of an op that represent the weight, as in `WEIGHT`, or None if the weight is dense."""
+    """Return the op arguments that represent a quantized weight (see `WEIGHT`), or None if the weight is dense."""
     if isinstance(weight, Tensor):
         return None
     # An op has a fixed number of arguments: None stands for tensors that the format does not have.
@@ -98,7 +98,10 @@ class QuantizedLinearUpstream(NamedTuple):
 
 
 class QuantizedLinearSaved(NamedTuple):
-    """The values saved for the backward: only W, because dx depends on dy and W, and W has no gradient."""
+    """The values saved for the backward.
+
+    Only W is saved, because dx depends only on dy and W, and W gets no gradient.
+    """
 
     weight: Annotated[Weight, WEIGHT]
 

@@ -136,7 +136,10 @@ class FrozenWeight(NamedTuple):
         return True
 
     def data_ptr(self) -> int:
-        """Return 0, an aligned address, because the dense weight will be newly allocated."""
+        """Return 0, which is an aligned address.
+
+        The dense weight will be newly allocated, and therefore aligned, too.
+        """
         return 0
 
     def to(self, dtype: torch.dtype) -> "FrozenWeight":
@@ -174,11 +177,12 @@ class FrozenWeight(NamedTuple):
 
 
 class Format:
-    """A format in which quantized weights are stored. `register` creates an instance, which is found by its name.
+    """A format in which quantized weights are stored.
 
-    A matrix [O, C] is stored as codes and other tensors, such as scales. For experts, each tensor has one more
-    dimension in front, except the `shared` tensors. The tensors become parameters of a layer. `apply_fsdp` and
-    `apply_ep` shard them along the first dimension, and `apply_tp` shards them as `slices` describes.
+    `register` creates an instance, which can then be looked up by its name. A matrix [O, C] is stored as codes and
+    other tensors, such as scales. For experts, each tensor has one more dimension in front, except the `shared`
+    tensors. The tensors become parameters of a layer. `apply_fsdp` and `apply_ep` shard them along the first dimension,
+    and `apply_tp` shards them as `slices` describes.
     """
 
     name: ClassVar[str]
@@ -234,7 +238,10 @@ class Format:
         raise NotImplementedError
 
     def reference(self, weight: FrozenWeight) -> Tensor:
-        """Dequantize the weight as `dense` does, but in plain PyTorch. Only formats with `is_kept` need this method."""
+        """Dequantize the weight as `dense` does, but in plain PyTorch.
+
+        Only formats whose `is_kept` is True need this method.
+        """
         raise NotImplementedError
 
     def few_rows(
@@ -263,17 +270,17 @@ class Format:
         return tuple(tensors.values())
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """Return the number that must divide the size of a slice.
+        """Return the number of which the size of a slice must be a multiple.
 
-        With ``rows``, the size is the number of elements of a slice of rows. Otherwise, the size is the number of
-        columns of a slice of columns.
+        With ``rows``, a slice consists of rows, and its size is its number of elements. Otherwise, a slice consists of
+        columns, and its size is its number of columns.
         """
         return 1
 
     def slices(
         self, tensors: dict[str, Tensor], shape: torch.Size, layout: list[int], dim: int, ranks: int
     ) -> tuple[dict[str, Tensor], list[int], dict[str, int]]:
-        """Rearrange the tensors from `pack` such that equal parts of the tensors form slices of the weight.
+        """Rearrange the tensors from `pack` such that dividing them into equal parts gives the slices of the weight.
 
         Args:
             tensors: tensors of the whole weight.
@@ -291,7 +298,9 @@ class Format:
         return tensors, layout, {name: dim for name in tensors if name not in self.shared}
 
     def quantize_part(self, numbers: Tensor, layout: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Quantize one rank's part of a matrix, if the format is `in_common`. `finish` then completes the matrix.
+        """Quantize one rank's part of a matrix. `finish` then completes the matrix.
+
+        Only formats with `in_common` have this method.
 
         Args:
             numbers: [n, K], the elements of the dense weight that n rows of the codes store.

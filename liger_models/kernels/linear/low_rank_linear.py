@@ -6,9 +6,9 @@
 
 x @ Aᵀ is rounded to the dtype of W. If x has few rows, all terms of y are summed in fp32, and y is rounded once.
 
-If x has few rows, special kernels run, from `row_linear`, `nf4_linear`, `frozen_float8_linear` or `float8_blocks`. The
-layer then takes two launches. The first launch computes x @ Aᵀ. The second launch multiplies x by W, and adds the
-low-rank term to the sums. `norm_linear` and `gated_mlp` use the same kernels.
+If x has few rows, two launches of special kernels compute the layer. The kernels are from `row_linear`, `nf4_linear`,
+`frozen_float8_linear` or `float8_blocks`. The first launch computes x @ Aᵀ. The second launch multiplies x by W, and
+adds the low-rank term to the sums. `norm_linear` and `gated_mlp` use the same kernels.
 """
 
 from typing import NamedTuple

@@ -65,7 +65,7 @@ class ProjectionGradients(NamedTuple):
 
     @property
     def by_rows(self) -> bool:
-        """Whether any of the needed gradients is computed from the input rows of the projection."""
+        """Whether the input rows of the projection are used to compute any of the needed gradients."""
         return bool(self.weight or self.low_rank_A or self.low_rank_B)
 
     def to(self, dtype: torch.dtype) -> "ProjectionGradients":
@@ -187,7 +187,7 @@ class Product:
         self, d_product: Tensor, gate_up: Tensor, act: str, down: "Product", *, for_rows: bool,
         needs: ProjectionNeeds, need_product: bool, overwrite_gate_up: bool,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """Compute the backward of the gated activation between this product, which gives gate_up, and ``down``.
+        """Compute the backward of the gated activation, which follows this product (gate and up) and precedes ``down``.
 
         ``d_product`` [N, F], the gradient of the gated product, may be overwritten.
 
@@ -271,7 +271,7 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def sum_dtype(dtype: torch.dtype, chunked: bool) -> torch.dtype | None:
     """Return the dtype in which gradients of chunks are summed.
 
-    Without chunks, the result is None, which stands for the gradient's own dtype.
+    Without chunks, the result is None: each gradient then has its own dtype.
     """
     return torch.promote_types(dtype, torch.float32) if chunked else None
 

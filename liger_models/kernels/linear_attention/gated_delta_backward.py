@@ -137,7 +137,7 @@ def _tile(tensor, i, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _decays(total):
-    """Compute exp(total_i − total_j) for i ≥ j. Elements with i < j are not masked, and are at most 1."""
+    """Compute exp(total_i − total_j) for i ≥ j. Elements with i < j are limited to 1, but not masked."""
     return exp(tl.minimum(total[:, None] - total[None, :], 0.0))
 
 
@@ -153,8 +153,8 @@ def pair_kernel(
 
     The matrices are E ∘ dO Dᵀ and −β · E ∘ dX Dᵀ, summed over the value heads. Each element is scaled by the inverse
     norms of two tokens: the token of its row and the token of its column. The kernel also computes what these matrices
-    add to dβ and to the gradients of the running sums of g. Tiles are loaded through descriptors, which may load tokens
-    beyond the end of the document, so products are masked beyond this end.
+    add to dβ and to the gradients of the running sums of g. A tile that is loaded through a descriptor may contain
+    tokens beyond the end of the document. The products are therefore masked beyond this end.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
@@ -242,7 +242,10 @@ def _through_state(
 
 @triton.jit
 def _add_pairs(sum, pairs, x, once, PRECISION: tl.constexpr):
-    """Compute ``sum`` + pairs @ x in a separate loop. Otherwise, only half of the warps would compute the product."""
+    """Compute ``sum`` + pairs @ x.
+
+    The product is in a loop of its own, because otherwise only half of the warps would compute it.
+    """
     for _ in tl.range(0, once, num_stages=1):
         sum = tl.dot(pairs, x, sum, input_precision=PRECISION)
     return sum
@@ -274,8 +277,9 @@ def query_gradients_kernel(
 ):  # fmt: skip
     """For one chunk and key head, compute dq, and add the terms with states to the gradients of the running sums of g.
 
-    Rows of q and k that are multiplied elementwise by rows of a product are loaded through descriptors. If these rows
-    were loaded through pointers, Triton would convert the layout of the whole product before the sum.
+    Some rows of q and k are multiplied elementwise by rows of a matrix product. These rows are loaded through
+    descriptors. If these rows were loaded through pointers, Triton would convert the layout of the whole product before
+    the sum.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
@@ -320,8 +324,8 @@ def key_gradients_kernel(
 ):  # fmt: skip
     """Compute dk, dβ and dg of one chunk and key head.
 
-    This kernel computes the states' contribution, and adds it to the contributions that previous kernels have computed.
-    S ∘ dS is summed in a separate loop, because with another accumulator in the same loop, registers would spill.
+    This kernel computes the terms with S and dS, and adds them to the terms that previous kernels have computed. S ∘ dS
+    is summed in a loop of its own, because one more accumulator in the main loop would make registers spill.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:

@@ -44,7 +44,8 @@ def similarity_kernel(
     """For one chunk and key head, compute P, the running sums of g, inverse norms, and the coefficients of each row.
 
     Each row has four coefficients: (1) β, (2) the coefficient of K S in X, (3) the coefficient of D in the next state,
-    and (4) the coefficient of Q S in O. Coefficients (2), (3) and (4) include the inverse norm of k or q.
+    and (4) the coefficient of Q S in O. Coefficients (2), (3) and (4) are already multiplied by the inverse norm of k
+    or q.
     """
     key_head = tl.program_id(1).to(tl.int64)
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
@@ -84,11 +85,11 @@ def similarity_kernel(
 
 @triton.jit
 def _times(left, right, PRECISION: tl.constexpr):
-    """Compute left @ right as a batch of one product.
+    """Compute left @ right as a batched matrix product with a batch size of 1.
 
-    For each product of two matrices, Triton searches for all products that depend on this product, or on which this
-    product depends. For the 40 products of an inverse, this search took half of the compilation time. Triton does not
-    search for batches of products.
+    For each product that is not batched, Triton searches for all products that depend on it, and for all products on
+    which it depends. For the 40 products of an inverse, this search took half of the compilation time. For batched
+    products, Triton does not perform this search.
     """
     return tl.reshape(tl.dot(left[None], right[None], input_precision=PRECISION), left.shape)
 
@@ -243,8 +244,8 @@ def scan(
     """Go through the chunks of a document in order, and store the output and the final state.
 
     With STORE_STATES (for the backward), store D and the state before each chunk, instead of the output and the final
-    state. There are few programs per multiprocessor, so a step must be short: earlier kernels compute everything that
-    all columns share, and offsets within a chunk are 32-bit numbers.
+    state. There are few programs per multiprocessor, so each step must be short. For this reason, earlier kernels
+    compute everything that all columns share, and offsets within a chunk are 32-bit numbers.
     """
     n, head, key_head, v_columns = owned_columns(program, Hv, GROUP, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)

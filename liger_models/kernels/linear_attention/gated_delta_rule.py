@@ -6,7 +6,8 @@ each value head and token, in fp32::
     S ← exp(g) · S,   d = β · (v − k̂ᵀ S),   S ← S + k̂ dᵀ,   o = scale · q̂ᵀ S
 
 The kernels process `CHUNK` tokens at a time. Within a chunk, let G_i = Σ_{j ≤ i} g_j, and let G be the last G_i. Let
-E_ij = exp(G_i − G_j) for i ≥ j, and 0 otherwise. S is the state before the chunk, and the rows of matrices are tokens::
+E_ij = exp(G_i − G_j) for i ≥ j, and 0 otherwise. S is the state before the chunk. In all other matrices, each row
+belongs to one token::
 
     M_ij = β_i · E_ij · k̂_i·k̂_j  (i > j),   A = (I + M)⁻¹,   P_ij = scale · E_ij · q̂_i·k̂_j
     X = β · (V − e^{G_i} · K̂ S),   D = A X,   O = scale · e^{G_i} · Q̂ S + P D,   S ← e^G · S + (e^{G − G_i} · K̂)ᵀ D
@@ -18,18 +19,19 @@ backward goes through the chunks in the opposite order. dS is the gradient of th
     dD = Pᵀ dO + e^{G − G_i} · K̂ dS,   dX = Aᵀ dD,   dV = β · dX
     dS ← e^G · dS + (scale · e^{G_i} · Q̂)ᵀ dO − (β · e^{G_i} · K̂)ᵀ dX
 
-The same launch recomputes S and D, which do not depend on these gradients. The other gradients of a chunk have two
-sources: queries and keys read the state, and keys write to the state. ∘ is the elementwise product::
+The launch that computes dS also recomputes S and D, which do not depend on these gradients. The other gradients of a
+chunk arise in two ways: queries and keys read the state, and keys write to the state. ∘ is the elementwise product::
 
     dQ̂ = scale · (e^{G_i} · dO Sᵀ + (E ∘ dO Dᵀ) K̂)
     R = e^{G_i} · dX Sᵀ + (E ∘ dX Dᵀ) K̂    (i > j),   dβ_i = dX_i·V_i − k̂_i·R_i
     W = e^{G − G_i} · D dSᵀ − (E ∘ dV Dᵀ)ᵀ K̂    (i > j),   dK̂ = W − β · R + scale · (E ∘ dO Dᵀ)ᵀ Q̂
 
 If several value heads share a key head, one program sums over these value heads. A first kernel sums E ∘ dO Dᵀ and β ·
-E ∘ dX Dᵀ. Two other kernels sum the terms with S and dS. They also multiply the first kernel's sums by K̂ and Q̂, and
-add the products to their own sums. The operands of products are in the dtype of q, k and v, and the products are summed
-in fp32. The state and the decay are in fp32. The products that compute the inverse A have errors of at most 2⁻¹⁶. The
-inputs and A are saved, where A has the dtype of the inputs. The backward recomputes P, S and D.
+E ∘ dX Dᵀ. Two other kernels compute the terms with S and dS. They also multiply the sums from the first kernel by K̂
+and Q̂, and add these products to the terms. The operands of products are in the dtype of q, k and v, and the products
+are summed in fp32. The state and the decay are in fp32. The matrix products from which the inverse A is computed have
+errors of at most 2⁻¹⁶. The inputs and A are saved, where A has the dtype of the inputs. The backward recomputes P, S
+and D.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 
@@ -172,7 +174,7 @@ class DeltaRule:
     def prepare(self, need_p: bool, inverse: Tensor | None = None) -> tuple[Tensor, ...]:
         """Compute A, P, the running sums of g, and further tensors that `scan` and `differentiate` need.
 
-        The first dimension of every result stands for the heads. ``inverse`` is A, or None if A is not known yet.
+        In every result, the first dimension is the heads. ``inverse`` is A if A is already known, and otherwise None.
         """
         raise NotImplementedError
 
@@ -205,7 +207,10 @@ class DeltaRule:
         raise NotImplementedError
 
     def states_and_values(self) -> tuple[Tensor, ...]:
-        """Allocate the inputs of the gradients within chunks: S before each chunk, dS after each chunk, D, and dX."""
+        """Allocate the tensors from which the gradients within chunks are computed.
+
+        These tensors are S before each chunk, dS after each chunk, D, and dX.
+        """
         states, d_states = (self.k.new_empty(self.slots * self.Hv, self.Dk, self.Dv) for _ in range(2))
         d, dx = (self.k.new_empty(self.Hv, self.tokens, self.Dv) for _ in range(2))
         return states, d_states, d, dx
@@ -224,7 +229,10 @@ class GatedDeltaRule(DeltaRule):
         }  # fmt: skip
 
     def prepare(self, need_p: bool, inverse: Tensor | None = None) -> tuple[Tensor, ...]:
-        """See `DeltaRule.prepare`. The results include the coefficients of rows, and the inverse norms of q and k."""
+        """See `DeltaRule.prepare`.
+
+        The results include the coefficients of each row, and the inverse norms of q and k.
+        """
         q, k, g, beta = self.q, self.k, self.g, self.beta
         p = k.new_empty(self.Hv, self.tokens, CHUNK)
         total = k.new_empty(self.Hv, self.tokens, dtype=torch.float32)
@@ -433,7 +441,7 @@ def check_delta_rule(
     op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
     cu_seqlens: Tensor | None, *, by_channel: bool = False,
 ) -> None:  # fmt: skip
-    """Check the arguments of a delta rule, whose g is [B, T, H, Dk] if ``by_channel`` is set."""
+    """Check the arguments of a delta rule. If ``by_channel`` is set, g must be [B, T, H, Dk]."""
     check_floating(op, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"{op}: q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}.")
@@ -585,7 +593,7 @@ def delta_transition(
 
 
 def states_before(A: Tensor, b: Tensor, initial_state: Tensor | None = None) -> Tensor:
-    """Compute the state before each of the consecutive parts of a sequence.
+    """Compute the state before each part of a sequence that is divided into consecutive parts.
 
     Args:
         A, b: [parts, B, Hv, Dk, Dk] and [parts, B, Hv, Dk, Dv], the results of `gated_delta_transition` for each part;

@@ -11,7 +11,7 @@ def in_chunks(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, *, initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Read and write the state S [Dk, Dv] of each head: S ← exp(g) · S, S ← S + k dᵀ, o = qᵀ S.
+    """Compute linear attention with a state S [Dk, Dv] for each head: S ← exp(g) · S, S ← S + k dᵀ, o = qᵀ S.
 
     With a decay for each channel, row c of S is multiplied by exp(g_c).
 
@@ -76,13 +76,13 @@ def in_chunks(
         since = (since + decay[..., first, :]).exp()
 
         def pairs(rows: Tensor) -> Tensor:
-            """Return the products of each row and all keys, times the decays between their tokens, [.., C, C]."""
+            """Return the products of each row with all keys, scaled by the decays between their tokens, [.., C, C]."""
             if by_channel:
                 return torch.einsum("bhik,bhjk,bhijk->bhij", rows, K, between)
             return rows @ K.mT * between[..., 0]
 
         def read_state(x: Tensor) -> Tensor:
-            """Multiply each row of x by its document's state before this chunk, decayed up to the row's token."""
+            """Multiply each row of x by its document's state from before this chunk, decayed up to the row's token."""
             x = x * since
             out = (x @ state) * carried
             if initial is not None:

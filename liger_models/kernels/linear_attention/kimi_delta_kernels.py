@@ -1,7 +1,8 @@
 """Kernels of the Kimi delta rule, for the operands and token pairs of each chunk, the scans, and the other gradients.
 
-The formulas are in the docstring of `kimi_delta_rule.py`. Kernels that go through a chunk's levels read running sums
-from memory, because a row also needs the running sum of its reference token, which is in another row.
+The formulas are in the docstring of `kimi_delta_rule.py`. For each level of a chunk, a row also needs the running sum
+of its reference token, which belongs to another row. The kernels that go through the levels therefore read the running
+sums from memory.
 """
 
 from liger_models.kernels.dispatch import tl, triton
@@ -365,8 +366,8 @@ def _store_gradient(
 ):  # fmt: skip
     """Store the gradient of x [C, DK], where x is q or k.
 
-    ``norm`` is the inverse L2 norm of x. ``raw_ptr`` points to a matrix: the gradient of x · norm, multiplied by
-    ``norm``. ``along`` is the dot product of each row of this matrix with the same row of x · norm.
+    ``norm`` is the inverse L2 norm of x. ``raw_ptr`` points to a matrix that holds ``norm`` times the gradient of x ·
+    norm. ``along`` is the dot product of each row of this matrix with the same row of x · norm.
     """
     tl.debug_barrier()  # wait, because other threads have stored what is read below
     index = tl.arange(0, C)

@@ -6,7 +6,8 @@ and token, in fp32::
     S ← diag(exp(g)) S,   d = β · (v − k̂ᵀ S),   S ← S + k̂ dᵀ,   o = scale · q̂ᵀ S
 
 The kernels process `CHUNK` tokens at a time. Within a chunk, let G_i = Σ_{j ≤ i} g_j, a vector of size Dk, and let G be
-the last G_i. ∘ is the elementwise product. S is the state before the chunk, and the rows of matrices are tokens::
+the last G_i. ∘ is the elementwise product. S is the state before the chunk. In all other matrices, each row belongs to
+one token::
 
     Qʳ_i = scale · e^{G_i} ∘ q̂_i,   Kʳ_i = e^{G_i} ∘ k̂_i,   Kʷ_i = e^{G − G_i} ∘ k̂_i
     M_ij = β_i · Σ_c e^{G_i − G_j} k̂_i k̂_j  (i > j),   A = (I + M)⁻¹
@@ -14,27 +15,29 @@ the last G_i. ∘ is the elementwise product. S is the state before the chunk, a
     X = β · (V − Kʳ S),   D = A X,   O = Qʳ S + P D,   S ← diag(e^G) S + Kʷᵀ D
 
 Σ_c is the sum over channels. The decay cannot be taken out of this sum, and e^{−G_j} alone would overflow. The pairs of
-tokens are therefore grouped into log₂ C levels. At level n, blocks of 2^(n + 1) tokens are split into halves, and each
-pair has a token i in the second half and a token j in the first half of the same block. Let r be the last token of
-the first half. Then e^{G_i − G_j} = e^{G_i − G_r} · e^{G_r − G_j}, and both exponents are at most 0, because j ≤ r < i
-and G decreases with the token. All pairs of a level are computed by one product of two matrices, whose rows are
-multiplied by F_i = e^{−|G_i − G_r|}. No decay can overflow.
+tokens are therefore grouped into log₂ C levels. At level n, the chunk is divided into blocks of 2^(n + 1) tokens. A
+pair of this level consists of a token i in the second half of a block and a token j in the first half of the same
+block. Let r be the last token of the first half. Then e^{G_i − G_j} = e^{G_i − G_r} · e^{G_r − G_j}, and both exponents
+are at most 0, because j ≤ r < i and G decreases with the token. One product of two matrices computes all pairs of a
+level. The rows of the two matrices are multiplied by F_i = e^{−|G_i − G_r|}. No decay can overflow.
 
 The backward goes through the chunks in the opposite order. dS is the gradient of the state after the chunk::
 
     dD = Pᵀ dO + Kʷ dS,   dX = Aᵀ dD,   dV = β · dX,   dS ← diag(e^G) dS + Qʳᵀ dO − (β · Kʳ)ᵀ dX
 
-The same launch recomputes S and D. The other gradients of a chunk are, with dP = dO Dᵀ (i ≥ j) and Y = dX Dᵀ (i > j)::
+The launch that computes dS also recomputes S and D. Let dP = dO Dᵀ (i ≥ j) and Y = dX Dᵀ (i > j). The other gradients
+of a chunk are::
 
     dq̂_i = scale · (e^{G_i} ∘ (dO Sᵀ)_i + Σ_j dP_ij e^{G_i − G_j} ∘ k̂_j)
     R_i = e^{G_i} ∘ (dX Sᵀ)_i + Σ_j Y_ij e^{G_i − G_j} ∘ k̂_j,   dβ_i = dX_i·V_i − k̂_i·R_i
     W_j = e^{G − G_j} ∘ (D dSᵀ)_j + Σ_i e^{G_i − G_j} ∘ (scale · dP_ij q̂_i − β_i Y_ij k̂_i),   dk̂ = W − β · R
     dG_i = q̂_i ∘ dq̂_i − k̂_i ∘ (β_i R_i + W_i),   dG ← dG + e^G ∘ rowsum(S ∘ dS) + Σ_j k̂_j ∘ e^{G − G_j} ∘ (D dSᵀ)_j
 
-The sums over pairs are computed level by level, like P. A pair of tokens contributes two terms to dG. Both terms are
-computed from the same rounded numbers, because the terms must cancel in the gradient of every g that precedes the pair.
-The operands of products are in the dtype of q, k and v, and the products are summed in fp32. The state and the decay
-are in fp32. The inputs and A are saved, where A has the dtype of the inputs. The backward recomputes everything else.
+The sums over pairs are computed level by level, like P. A pair of tokens contributes two terms to dG, one for each
+token. The two terms must cancel in the gradient of every g that precedes the pair, so both are computed from the same
+rounded numbers. The operands of products are in the dtype of q, k and v, and the products are summed in fp32. The state
+and the decay are in fp32. The inputs and A are saved, where A has the dtype of the inputs. The backward recomputes
+everything else.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 

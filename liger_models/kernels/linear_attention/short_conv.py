@@ -42,7 +42,10 @@ STEP_CHANNELS, STEP_WARPS = 128, 2
 
 
 def _inputs(x: Tensor, at: Tensor, document: Tensor, edges: Tensor, initial_state: Tensor | None, K: int) -> Tensor:
-    """Select x [1, T, C] at the tokens ``at``. Inputs before a document's start are from the initial state."""
+    """Return the inputs x [1, T, C] of the tokens with the indices ``at``.
+
+    Inputs before a document's start are from the initial state.
+    """
     if not x.shape[1]:
         x = x.new_zeros(len(x), 1, x.shape[2])
     start = edges[document]
@@ -104,7 +107,7 @@ def short_conv_reference(
 def _before(x_ptr, initial_ptr, t, start, x_t, at_initial, inside, K: tl.constexpr, HAS_INITIAL: tl.constexpr):
     """Load the inputs of token t in fp32.
 
-    If t is before the start of the document, these inputs are in the initial state.
+    If t is before the start of the document, the inputs are loaded from the initial state.
     """
     x = tl.load(x_ptr + t * x_t, mask=inside & (t >= start), other=0.0).to(tl.float32)
     if HAS_INITIAL:
@@ -127,9 +130,9 @@ def _conv_kernel(
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_INITIAL: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Compute the outputs of TOKENS consecutive tokens in CHANNELS channels per program.
+    """Each program computes the outputs of TOKENS consecutive tokens in CHANNELS channels.
 
-    All tensors in the kernel are [CHANNELS].
+    All tensors in the kernel have the shape [CHANNELS].
     """
     n, start, _, first, last = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, TOKENS)
     if first == last:

@@ -12,8 +12,8 @@ def sums_kernel(
 ):  # fmt: skip
     """Store G · log2(e) and δ as [2, H, tokens]. G holds the running sums of g within each chunk.
 
-    A program computes HEADS heads of one chunk. Because of the factor log2(e), the other kernels need one
-    multiplication less for each exponential.
+    A program computes HEADS heads of one chunk. G is stored with the factor log2(e) to save one multiplication for each
+    exponential in the other kernels.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
@@ -38,7 +38,7 @@ def scan(
     """Go through the chunks of a document in order, and store the state before each chunk and after the last chunk.
 
     With REVERSE, go through the chunks in the opposite order, and store the gradients of the state after each chunk and
-    of the state before the first chunk. ``left`` and ``right`` are B and x or, with REVERSE, C and dy.
+    of the state before the first chunk. ``left`` and ``right`` are B and x. With REVERSE, they are C and dy.
     """
     # Find the document, the head, and the rows and columns of the state that the program computes.
     BLOCKS_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -151,7 +151,7 @@ def _load_tile(ptr, index, stride, count, WIDTH: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _load_state(ptr, N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, start=0):
-    """Load all rows and BLOCK_P columns of a state [N, P], where the columns start at ``start``."""
+    """Load all rows of a state [N, P], and its BLOCK_P columns from column ``start`` on."""
     rows, columns = tl.arange(0, BLOCK_N)[:, None], start + tl.arange(0, BLOCK_P)[None, :]
     if N == BLOCK_N and P % BLOCK_P == 0:
         return tl.load(ptr + (rows * P + columns))
@@ -323,8 +323,8 @@ def head_gradients_kernel(
     A chunk has two tiles of tokens and three programs: one program for each tile, and one for the pairs of tokens in
     different tiles. The decays between tokens depend on the running sums of g, so the kernel also computes what these
     decays add to the gradients of the running sums. ``d_sums`` [3, H, tokens] holds three sums over pairs for each
-    token: (1) over the pairs in one tile in which the token is the later one, (2) over the pairs in one tile in which
-    the token is the earlier one, and (3) over the pairs in different tiles.
+    token: (1) over its pairs with earlier tokens of the same tile, (2) over its pairs with later tokens of the same
+    tile, and (3) over its pairs with tokens of the other tile.
     """
     role, slot = tl.program_id(0) % 3, (tl.program_id(0) // 3).to(tl.int64)
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0) // 3, documents, DOCUMENTS, C)
@@ -367,8 +367,9 @@ def shared_gradients_kernel(
 ):  # fmt: skip
     """Compute BLOCK_N columns of dC or, with REVERSE, of dB, summed over HEADS heads, for a tile of tokens of a chunk.
 
-    ``v``, ``own``, ``other`` and ``states`` are dy, C, B and S or, with REVERSE, x, B, C and dS. Without REVERSE, the
-    kernel also computes ``read`` [blocks, H, tokens]: for each head, the part of C_i · dC_i that comes from the state.
+    Without REVERSE, ``v``, ``own``, ``other`` and ``states`` are dy, C, B and S. With REVERSE, they are x, B, C and dS.
+    Without REVERSE, the kernel also computes ``read`` [blocks, H, tokens]: for each head, the part of C_i · dC_i that
+    comes from the state.
     """
     TILE: tl.constexpr = C // 2
     tile, slot = tl.program_id(0) % 2, (tl.program_id(0) // 2).to(tl.int64)

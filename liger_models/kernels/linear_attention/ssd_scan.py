@@ -6,7 +6,8 @@ size, and g = A · δ is the logarithm of the decay. The forward computes, for e
     S ← exp(g) · S + B (δ · x)ᵀ,   y = Cᵀ S + D · x
 
 The kernels process `CHUNK` tokens at a time. Within a chunk, let G_i = Σ_{j ≤ i} g_j, and let G be the last G_i. Let
-E_ij = exp(G_i − G_j) for i ≥ j, and 0 otherwise. S is the state before the chunk, and the rows of matrices are tokens::
+E_ij = exp(G_i − G_j) for i ≥ j, and 0 otherwise. S is the state before the chunk. In all other matrices, each row
+belongs to one token::
 
     M_ij = C_i·B_j · E_ij · δ_j,   Y = M X + e^{G_i} · C S + D · X,   S ← e^G · S + Bᵀ (δ · e^{G − G_i} · X)
 
@@ -20,15 +21,15 @@ in the opposite order to compute the gradient of the state after each chunk, dS 
     dC = W B + Σ_heads e^{G_i} · dY Sᵀ,   dB = Wᵀ C + Σ_heads δ · e^{G − G_i} · X dSᵀ
 
 In the backward, a chunk has two tiles of tokens, and exponentials are computed only for pairs of tokens in the same
-tile. Let m be the last token of the first tile. The decay from a token j of the first tile to a token i of the second
-tile is the product of two factors of at most 1: the decay from j to m, and the decay from m to i. E_ij = e^{G_i − G_m}
-· e^{G_m − G_j}.
+tile. Let m be the last token of the first tile. For a token j of the first tile and a token i of the second tile, the
+decay from j to i is the product of the decay from j to m and the decay from m to i, which are both at most 1: E_ij =
+e^{G_i − G_m} · e^{G_m − G_j}.
 
-The decay from an earlier token to token k, or past k to a later token, contains the decay of token k as a factor. dg_k
-is therefore a sum over all these decays, in fp32. The diagonal of M has no decay and is left out of this sum. The
-operands of products are in the dtype of x, and the products are summed in fp32. If a group has more than `MOST_HEADS`
-heads, the heads are split among several programs, each of which sums dB and dC over its heads. A final sum in fp32 adds
-the results of the programs. Only the inputs are saved.
+Every decay from a token before k to token k or to a later token contains the decay of token k as a factor. dg_k is
+therefore a sum over all these decays, in fp32. The diagonal of M has no decay and is left out of this sum. The operands
+of products are in the dtype of x, and the products are summed in fp32. If a group has more than `MOST_HEADS` heads, the
+heads are split among several programs, each of which sums dB and dC over its heads. A final sum in fp32 adds the
+results of the programs. Only the inputs are saved.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 
@@ -164,8 +165,8 @@ class _Sizes:
     ) -> dict[str, Any]:
         """Return the constants of a kernel that processes the chunks in parallel.
 
-        For each head, the kernel loads a state and ``rows`` rows of x or of its gradient. ``block_n`` and ``block_p``
-        are the sizes of the state's block. If they are None, the block is the whole state.
+        For each head, the kernel loads a block of a state, and ``rows`` rows of x or of the gradient of x. ``block_n``
+        and ``block_p`` are the sizes of this block. If they are None, the block is the whole state.
         """
         block_n, block_p = block_n or self.block_n, block_p or self.block_p
         stage = block_p * (block_n + rows) * x.element_size()

@@ -6,9 +6,9 @@ then the part's columns of unit 1, and so on. Each part can be multiplied by its
 
     y[part, u, i] = cast(scale · x[u, start of the part in a unit + i])
 
-One kernel writes all outputs, and the backward is the same kernel in the other direction. Nothing is saved. A program
-moves consecutive elements of one part, for a few tokens. Programs for the same tokens have adjacent indices, because
-columns of different parts are in the same cache lines of x.
+One kernel writes all outputs. In the backward, the same kernel moves the gradients in the other direction. Nothing is
+saved. A program moves consecutive elements of one part, for a few tokens. Programs for the same tokens have adjacent
+indices, because columns of different parts are in the same cache lines of x.
 """
 
 import functools
@@ -49,11 +49,11 @@ def _unit_parts_kernel(
     WIDTHS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TOTALS: tl.constexpr, SCALES: tl.constexpr,
     FIRST: tl.constexpr, PROGRAMS: tl.constexpr, TOKENS: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Move BLOCK elements of one part (for TOKENS tokens) from x to the part's output or, with BACK, back to x.
+    """Move BLOCK elements of one part of TOKENS tokens from x to the part's output or, with BACK, back to x.
 
     Part p has SIZES[p] columns per unit, which start at column STARTS[p] of the unit. For all units together, part p
-    has WIDTHS[p] columns, which start at column COLUMNS[p] of output OUTPUTS[p]. This output has TOTALS[p] columns.
-    FIRST[p] is the index of the part's first program among PROGRAMS programs.
+    has WIDTHS[p] columns, which start at column COLUMNS[p] of output OUTPUTS[p]. This output has TOTALS[p] columns. A
+    group of TOKENS tokens has PROGRAMS programs, and FIRST[p] is the index of the first of them that moves part p.
     """
     group, program = tl.program_id(0) // PROGRAMS, tl.program_id(0) % PROGRAMS
     token = group.to(tl.int64) * TOKENS

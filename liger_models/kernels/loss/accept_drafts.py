@@ -1,6 +1,7 @@
-"""The last step of a round of speculative decoding: how many new tokens a row gets, and the row's state after them.
+"""The last step of a round of speculative decoding.
 
-Let a row have the drafts d_1 ... d_k and the model's choices y_1 ... y_{k+1}::
+The op decides how many new tokens each row gets, and updates the row's state. Let a row have the drafts d_1 ... d_k and
+the model's choices y_1 ... y_{k+1}::
 
     n = 1 + number of accepted drafts before the first rejected one         draft d_i is accepted if it equals y_i
     n = number of tokens up to the first stop token of y_1 ... y_n          if there is one

@@ -127,7 +127,7 @@ def _cross_entropy_kernel(
     HAS_C: tl.constexpr, STATISTICS: tl.constexpr, PREDICT: tl.constexpr, ENTROPY: tl.constexpr,
     GRADIENT: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Process one row [V] of logits per program.
+    """Each program processes one row [V] of logits.
 
     With STATISTICS, compute the row's losses. With GRADIENT, compute the row's gradient.
     """
@@ -453,7 +453,7 @@ def token_scale(
     num_items: Tensor | float | None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the weight [N] that each token's loss has in the reduced loss, without waiting for the device.
+    """Return the weights [N] of the tokens' losses in the reduced loss, without waiting for the device.
 
     With reduction "mean", each token weight is divided by ``num_items``. If ``num_items`` is None, the divisor is the
     sum of (token weight · class weight of the target) over the tokens that are not ignored. Missing weights count as 1.
@@ -473,7 +473,7 @@ def token_scale(
 
 
 def reduce(tokens: Tensor, reduction: str, shape: torch.Size) -> Tensor:
-    """Sum weighted token losses [N] or, with reduction "none", reshape them to the target's ``shape``."""
+    """Return the sum of weighted token losses [N] or, with reduction "none", the losses in the target's ``shape``."""
     return tokens.view(shape) if reduction == "none" else tokens.sum()
 
 
@@ -546,7 +546,10 @@ def check_arguments(
     reduction: str,
     num_items: Tensor | float | None,
 ) -> None:
-    """Raise ValueError or TypeError if an argument is invalid. The message states the requirement and the value."""
+    """Raise ValueError or TypeError if an argument is invalid.
+
+    The error message states what is required, and the value that was passed.
+    """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}.")
     if not 0.0 <= label_smoothing <= 1.0:

@@ -112,7 +112,7 @@ def _terms_kernel(
     KIND: tl.constexpr, SUM: tl.constexpr, TERMS: tl.constexpr, GRADIENT: tl.constexpr, HAS_UPSTREAM: tl.constexpr,
     LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK terms of a row [V] per program.
+    """Each program computes BLOCK terms of a row [V].
 
     Flags choose which results the program stores: the sum of the terms (SUM), the terms (TERMS), and the student's
     gradient (GRADIENT).
@@ -211,7 +211,7 @@ FORWARD = define_op("distribution_divergence", _forward, _fake, backward=BACKWAR
 
 
 def _loss_and_gradient(student, teacher, factors, kind, beta, eps) -> tuple[Tensor, ...]:
-    """Return Σ factors · (sum of each row's terms), the gradient, and a scale.
+    """Return the loss, which is Σ_rows factor · (sum of the row's terms), the gradient of the loss, and a scale.
 
     The gradient must still be multiplied by the scale, which differs from 1 only for fp16; see `without_exponent`.
     """

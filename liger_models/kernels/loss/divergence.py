@@ -281,10 +281,11 @@ def _divergence_kernel(
     KIND: tl.constexpr, HARD: tl.constexpr, GRADIENT: tl.constexpr, SAVE: tl.constexpr, SAVED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_TEACHER_SOFTCAP: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Process one row [V] of both models' logits per program.
+    """Each program processes one row [V] of the logits of both models.
 
-    Without SAVED, the program computes the row's statistics, divergence and cross entropy. With SAVED, it loads
-    statistics that an earlier launch has stored. With GRADIENT, it computes the gradient of the student's logits.
+    Without SAVED, the program computes the row's statistics, divergence and cross entropy. With SAVED, the program
+    loads the statistics that an earlier launch has stored. With GRADIENT, the program computes the gradient of the
+    student's logits.
     """
     row = tl.program_id(0)
     student_ptr += row.to(tl.int64) * student_stride

@@ -16,7 +16,8 @@ products compute the chunk's dx and its part of dweight. The formulas for a row 
 
 In fp16, the gradients of a mean over many tokens could underflow. The factors of the tokens' losses (1 / number of
 tokens for a mean) are therefore divided by a power of two before the gradient of the logits is rounded. This power of
-two is the same for all tokens. At the end, the results are multiplied by it, which is exact.
+two is the same for all tokens. At the end, the results are multiplied by this power of two, which causes no rounding
+error.
 
 The host never waits for the device. Gradients that are not needed, such as the gradients of frozen inputs, are not
 computed. The loop over chunks is in `row_chunks.py`.

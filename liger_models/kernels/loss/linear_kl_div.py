@@ -11,8 +11,8 @@ Terms with p = 0 are 0. For tokens whose target is ``ignore_index``, the diverge
 The rows are processed in chunks, as in `linear_cross_entropy`. The loss is a scalar, so the forward also computes the
 gradients, and three matrix products are needed in total. The logits are in fp32 even if the inputs are in half
 precision, because a divergence is a small difference between large terms. The probabilities are read without a copy or
-a cast, and get no gradient. The forward saves what `linear_cross_entropy` saves, and the probabilities, which only a
-second backward reads.
+a cast, and get no gradient. The forward saves the same tensors as `linear_cross_entropy`. It also saves the
+probabilities, which only a second backward reads.
 
 Source: https://arxiv.org/abs/1503.02531.
 """
@@ -91,7 +91,7 @@ def _linear_kl_div_kernel(
     logits_stride, p_stride, gradient_stride, V, ignore_index, eps, inverse_temperature, softcap, logit_scale,
     GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute D of one row [V] per program. With GRADIENT, also compute the gradient of the row's logits."""
+    """Each program computes D of one row [V]. With GRADIENT, it also computes the gradient of the row's logits."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * logits_stride
     p_ptr += row.to(tl.int64) * p_stride

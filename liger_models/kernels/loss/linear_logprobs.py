@@ -12,8 +12,8 @@ In the backward, let ``c`` and ``h`` be the upstream gradients of logp and H::
 
     dz_j = c · ([j = y] − p_j) − h · p_j · (log p_j + H)
 
-The gradient of the logits follows from dz as in `cross_entropy`. For tokens whose target is ``ignore_index``, logp, H
-and all gradients are 0.
+From dz, the gradient of the logits is computed as in `cross_entropy`. For tokens whose target is ``ignore_index``,
+logp, H and all gradients are 0.
 
 The rows are processed in chunks, as in `linear_cross_entropy`. Each token has its own upstream gradient, so the
 backward must recompute the logits, and four matrix products are needed in total. The forward saves x, weight, max z, Σ
@@ -105,7 +105,7 @@ def _gradient_kernel(
     logits_ptr, target_ptr, c_ptr, h_ptr, lse_ptr, entropy_ptr, stride, V, ignore_index, softcap, logit_scale,
     HAS_SOFTCAP: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite one row [V] of logits per program with their gradient."""
+    """Each program overwrites one row [V] of logits with their gradient."""
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * stride
     y = tl.load(target_ptr + row)
@@ -459,9 +459,9 @@ def log_probs_of_sum(
     """Compute log-probabilities for a loss that is probably a multiple of their sum, such as their negative mean.
 
     The forward computes the gradients of this sum, while the logits are in memory, so three matrix products are needed
-    instead of four. The backward waits for the device to compare the upstream gradients of all targets. If the upstream
-    gradients differ, or if the loss depends on the entropies, the backward computes the gradients again, and six
-    products are needed. The function can't be compiled.
+    instead of four. The backward compares the upstream gradients of all targets, for which the host waits for the
+    device. If the upstream gradients differ, or if the loss depends on the entropies, the backward computes the
+    gradients again, and six products are needed. The function can't be compiled.
 
     Args:
         x: [..., C].
@@ -660,9 +660,9 @@ def _one_unit(
     options: LossOptions,
     step: int,
 ) -> tuple[Tensor, More, tuple[Tensor, Tensor, Tensor]]:
-    """Compute `_loss_and_gradients` for one sequence or pair in which all targets of a sequence have the same gradient.
+    """Compute `_loss_and_gradients` for a sequence or pair, if all targets of each sequence have the same gradient.
 
-    This gradient is a common factor of the sequence's gradients of x, weight and bias. The gradients of the first
+    All of the sequence's gradients (of x, weight and bias) have this gradient as a factor. The gradients of the first
     sequence are summed before the factor is known, and multiplied by the factor afterwards. Only the logits of the
     second sequence are kept until the factor is known.
     """

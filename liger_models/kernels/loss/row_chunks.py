@@ -4,9 +4,9 @@
 the loss and its gradient with respect to these logits. Then `walk_chunks` computes dx of the chunk, and adds the
 chunk's part to dweight and dbias.
 
-dweight is summed over the chunks in fp32. The exception is a bf16 weight with few chunks: its dweight is summed in
-bf16, and rounded after each chunk. The sum in bf16 costs less accuracy than the rounding of the logits, and halves
-memory and traffic.
+dweight is summed over the chunks in fp32. If the weight is in bf16 and there are few chunks, dweight is instead summed
+in bf16, and rounded after each chunk. Summing in bf16 loses less accuracy than rounding the logits does. It halves the
+size of the sum in memory, and the memory traffic.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,7 +85,7 @@ def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None, *, trai
 def _split_words(V: int, size: int) -> list[int]:
     """Split V vocabulary entries into parts of at most ``size``.
 
-    All parts but the last are multiples of COLUMN_MULTIPLE.
+    The size of every part except the last is a multiple of COLUMN_MULTIPLE.
     """
     aligned = V - V % COLUMN_MULTIPLE
     sizes = [min(size, aligned - start) for start in range(0, aligned, size)]
@@ -119,8 +119,8 @@ def write_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
 def _linear_backward(gradient: Tensor, weight: Tensor, out: Tensor) -> None:
     """Write ``gradient @ weight`` to ``out``.
 
-    The product over the last few vocabulary entries is computed first, because this sum is small, and rounding it loses
-    little accuracy.
+    The product is a sum over the vocabulary, which is split into two parts. The part with the last few vocabulary
+    entries is computed first: it is small, so rounding it loses little accuracy.
     """
     sizes = _split_words(len(weight), len(weight))
     parts = zip(gradient.split(sizes, 1)[::-1], weight.split(sizes)[::-1], strict=True)
@@ -157,7 +157,10 @@ def _concatenate(sums: list[Tensor]) -> Tensor:
 
 
 def logits_buffer(x: Tensor, V: int, rows: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate a buffer for the logits of up to ``rows`` rows of x. Rows are aligned for fast matrix products."""
+    """Allocate a buffer for the logits of up to ``rows`` rows of x.
+
+    The rows of the buffer are aligned, which makes matrix products fast.
+    """
     buffer = x.new_empty(min(rows, len(x)), cdiv(V, COLUMN_MULTIPLE) * COLUMN_MULTIPLE, dtype=dtype)
     if x.device.type == "cpu":
         buffer[:, V:] = 0  # on CPUs with AMX, bf16 products read this padding, and 0 · NaN would be NaN

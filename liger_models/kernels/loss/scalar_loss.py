@@ -24,7 +24,7 @@ BLOCK = 4096
 def without_exponent(factors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """For fp16, divide ``factors`` by a power of two such that the largest factor is between 1/2 and 1.
 
-    If the factors were small, gradients in fp16 would underflow.
+    Without this division, small factors would make gradients in fp16 underflow.
 
     Returns:
         The divided factors and the power of two. For other dtypes, the unchanged factors and 1.
@@ -60,7 +60,7 @@ def scale_(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def scaled(gradients: Sequence[Tensor], factor: Tensor, dtypes: Sequence[torch.dtype]) -> tuple[Tensor, ...]:
-    """Scale gradients in place, and cast them to ``dtypes``. A gradient that already has its dtype is not copied.
+    """Scale gradients in place, and cast them to ``dtypes``. A gradient that already has the right dtype is not copied.
 
     The gradients must be tensors that nothing else uses.
     """
@@ -73,7 +73,7 @@ def _scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _no_second_derivative(d_result: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Raise RuntimeError. The gradients that the forward of a loss computed have no graph."""
+    """Raise RuntimeError, because the gradients that the forward of a loss has computed have no autograd graph."""
     raise RuntimeError(
         "backward: a fused loss has no second derivative, got create_graph=True or a transform that computes one. Use "
         "a loss of the logits."
@@ -160,7 +160,8 @@ def where_needed(gradients: HeadGradients, needs: HeadNeeds) -> HeadGradients:
 def save_scalar_loss(ctx: Any, inputs: Any, outputs: Any, needs: HeadNeeds) -> ScalarLossSaved:
     """Return what a scalar loss saves in compiled graphs and within torch.func. Mark constant outputs.
 
-    The gradients are not marked, because autograd would then leave them out of a second derivative without an error.
+    The gradients are not marked as constant, because autograd would then silently leave them out of a second
+    derivative.
     """
     _, *others, gradients, scale = outputs
     ctx.mark_non_differentiable(*others, scale)

@@ -28,7 +28,10 @@ _LOW = 0xFFFFFFFF
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Map 32-bit integers, held in int64, to 32-bit hashes. The map is a bijection that leaves no visible patterns."""
+    """Map 32-bit integers, held in int64, to 32-bit hashes.
+
+    The map is a bijection, and the hashes show no visible patterns.
+    """
     x = (x ^ x >> 16) * 0x7FEB352D & _LOW
     x = (x ^ x >> 15) * 0x846CA68B & _LOW
     return x ^ x >> 16
@@ -58,7 +61,7 @@ def _hash_uint32(x):
 
 @triton.jit
 def uniform(seed, step, token):
-    """Compute u [BLOCK] of the given tokens, from a row's seed and step, which are int64 scalars."""
+    """Compute the random numbers u [BLOCK] of the given tokens. The seed and step of the row are int64 scalars."""
     # Hash seed, step and token, as in `exponential_noise`.
     key = _hash_uint32(_hash_uint32(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32))
     key = _hash_uint32(key ^ step.to(tl.uint32))
@@ -82,7 +85,7 @@ def exponential(seed, step, token):
 
 @triton.jit
 def _seeded_scores_kernel(logits_ptr, seed_ptr, step_ptr, score_ptr, V, BLOCK: tl.constexpr):
-    """Compute the scores of BLOCK tokens of a row [V] per program."""
+    """Each program computes the scores of BLOCK tokens of a row [V]."""
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     noise = exponential(tl.load(seed_ptr + row), tl.load(step_ptr + row), token)

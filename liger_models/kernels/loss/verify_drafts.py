@@ -1,7 +1,8 @@
 """Speculative sampling: which drafts the model accepts, and which tokens it draws instead of rejected drafts.
 
 Let p be the model's distribution for a token, and let q be the distribution from which the draft d of the token was
-drawn. E and u are the random numbers of `seeded_scores`, where u is drawn for the index V, which is not a token::
+drawn. E and u are the random numbers of `seeded_scores`. u is the random number for the index V, which is not the index
+of a token::
 
     p = softmax(z)                              of the scores z, which by default are the logits x
     d is accepted if u · q_d < p_d
@@ -10,9 +11,9 @@ drawn. E and u are the random numbers of `seeded_scores`, where u is drawn for t
     token = argmax_t p_t / E_t                  if there is no draft, or if d is rejected and p = q
     log_prob = x_token − log Σ_t exp(x_t)
 
-The token then has the distribution p. If d is rejected, the formula samples a token t with a probability proportional
-to max(0, p_t − q_t): each t has an exponential clock with this rate, and the clock of the sampled token rings first.
-Each program reads the logits of a token twice, the first time only for the sums.
+A token that is chosen in this way has the distribution p. If d is rejected, the formula samples a token t with a
+probability proportional to max(0, p_t − q_t): each t has an exponential clock with this rate, and the clock of the
+sampled token rings first. Each program reads the logits of a token twice, the first time only for the sums.
 
 Source: https://arxiv.org/abs/2211.17192.
 """
@@ -53,7 +54,10 @@ def verify_drafts_reference(
 
 @triton.jit
 def _add_exponentials(most, total, x):
-    """Add exp(x) to each lane's sum, which is relative to the lane's maximum, and return the new maxima and sums."""
+    """Add exp(x) to the sum of each lane, and return the new maxima and sums.
+
+    Each sum is relative to its lane's maximum.
+    """
     higher = tl.maximum(most, x)
     base = tl.where(higher == float("-inf"), 0.0, higher)  # −inf if the lane has no finite number yet
     return higher, total * exp(most - base) + exp(x - base)

@@ -6,8 +6,8 @@ are rotated, as in `kernels.rope.rope`::
     y_h = [W_h · x_h[:K], rotate(x_h[K:])]        sums in fp32, one cast at the end
 
 In a decoding step, the op multiplies the queries by the transposed projections from latents to keys, and rotates the
-last R columns of the queries. In the same step, a second call with R = 0 multiplies attention's sums of latents by the
-projections from latents to values.
+last R columns of the queries. In the same step, attention returns sums of latents, and a second call with R = 0
+multiplies these sums by the projections from latents to values.
 
 The matrices are parts of one weight. Either the rows or the columns of the matrices are contiguous, so the kernel takes
 the strides of the matrices as arguments. A program loads its whole part of a matrix before the previous kernel ends
@@ -60,7 +60,7 @@ def _head_linear_kernel(
 ):  # fmt: skip
     """Compute BLOCK_N results of a head for up to ROWS rows.
 
-    The last program rotates the head's other columns instead.
+    The last program of a head rotates the head's other columns, and computes no products.
     """
     start_next(OVERLAPS)
     head = tl.program_id(1)

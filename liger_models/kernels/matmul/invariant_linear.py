@@ -6,8 +6,8 @@
 
 Libraries choose the kernel, its tile shape and the split of a sum based on the number of rows. A row in a batch of 8
 and the same row in a batch of 4096 therefore get results that differ in their last bits. In this layer, one kernel with
-a fixed tile shape computes every result. The products that make up an element are added in the order of the columns of
-x, by the same instructions, in one accumulator. A tile with too few rows is padded. In plain PyTorch, each row is
+a fixed tile shape computes every result. To compute an element of y, the same instructions always add the products in
+one accumulator, in the order of the columns of x. A tile with too few rows is padded. In plain PyTorch, each row is
 copied and multiplied separately.
 
 The backward uses ordinary matrix products, so gradients do depend on the batch::

@@ -16,9 +16,9 @@ columns of W are split among several programs, and a second kernel adds the prog
 takes less time than launching a second kernel. For up to `MOST_SMALL_ROWS` rows, one kernel with smaller tiles then
 computes all sums.
 
-The kernel for a single row also computes x @ Aᵀ and z. For these, the kernel has one program for each pair of a row of
-x and a row of A or W. If x has a single row, then on Hopper and later GPUs the kernel for y runs at the same time as
-the kernel for x @ Aᵀ. The kernel for y waits for x @ Aᵀ only after it has computed its own sums (see `overlap`).
+The kernel for a single row also computes x @ Aᵀ and z, with one program for each pair of a row of x and a row of A or
+W. If x has a single row, then on Hopper and later GPUs the kernel for y runs at the same time as the kernel for x @ Aᵀ.
+The kernel for y waits for x @ Aᵀ only after it has computed its own sums (see `overlap`).
 """
 
 from typing import Any
@@ -230,7 +230,7 @@ def _rows_linear_kernel(
 ):  # fmt: skip
     """Compute ROWS results for up to COLUMNS rows of x. With several PARTS, sum over one part of the columns of W.
 
-    EARLY means that the kernel may start before the previous kernel has ended. W must then have no scales.
+    EARLY means that the kernel may start before the previous kernel has ended. With EARLY, W must have no scales.
     """
     start_next(OVERLAPS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -339,10 +339,10 @@ def _launch_by_row(x: Tensor, weight: Tensor, y: Tensor, low: str = "") -> None:
 
 
 def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Launch the kernel that computes ``x @ Aᵀ`` for contiguous rows x [..., K].
+    """Launch the kernel for ``x @ Aᵀ``, where rows x [..., K] are contiguous, and return arguments of the kernel for y.
 
     The next kernel to be launched must be the kernel for y. If x has a single row, the kernel for y may start early.
-    All tensors that the kernel for y reads before it waits must then be complete.
+    The tensors that this kernel reads before it waits must then already be complete.
 
     Returns:
         The arguments ``(x @ Aᵀ, B, R)`` of the kernel for y, and the constants and options of that kernel's launch.

@@ -5,15 +5,15 @@
     y = x @ Wᵀ                            in fp32
     dx = dy @ W,   dW = dyᵀ @ x           rounded to bf16, from dy in fp32
 
-A product of two bf16 numbers is exact in fp32, so x and W need not be cast to fp32. The difficulty is the sum. A tensor
-core of Hopper truncates where an fp32 addition rounds, so a long sum on a tensor core has about ten times the error of
-a sum in fp32. The forward kernel therefore starts a new sum after every `COLUMNS` columns, and adds these sums with
-fp32 additions.
+A product of two bf16 numbers is exact in fp32, so x and W need not be cast to fp32. The difficulty is the sum: the
+tensor cores of Hopper truncate their sums, whereas an fp32 addition rounds. A long sum on a tensor core therefore has
+about ten times the error of a sum in fp32. For this reason, the forward kernel starts a new sum after every `COLUMNS`
+columns, and adds these sums with fp32 additions.
 
 In the backward, dy is split into three bf16 numbers, ``dy = h + m + l``. A bf16 number has 8 significant bits and an
-fp32 number has 24, so the split is exact. The results are rounded to bf16. This rounding error is far larger than the
-error of truncated sums. Programs write partial sums of dW over parts of the rows, and `sum_partials` adds these sums in
-order.
+fp32 number has 24, so the split is exact. The results are rounded to bf16, and the error of this rounding is far larger
+than the error of truncated sums. Programs write partial sums of dW over parts of the rows, and `sum_partials` adds
+these sums in order.
 
 x and W are saved for the backward in their own dtypes. If there are only a few rows, if x is in fp16, or if W is in
 fp32, then x and W are cast to fp32 in the forward, and again in the backward.
@@ -90,10 +90,11 @@ def _split(x):
 def _wide_linear_input_kernel(
     dy_ptr, weight_ptr, dx_ptr, N, X, C, weight_m, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Write a tile [ROWS, COLUMNS] of dx [N, C], as the transpose of Wᵀ @ dyᵀ.
+    """Write a tile [ROWS, COLUMNS] of dx [N, C], computed as the transpose of Wᵀ @ dyᵀ.
 
-    The split dy is then the right factor, which is in shared memory. With Triton 3.6, a loop may overwrite registers of
-    a left factor that the asynchronous product of the previous step still reads.
+    In this product, the split dy is the right factor, which is in shared memory. As the left factor, dy would be in
+    registers. With Triton 3.6, a loop may overwrite registers of a left factor that the asynchronous product of the
+    previous step still reads.
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -116,7 +117,7 @@ def _wide_linear_input_kernel(
 def _wide_linear_weight_kernel(
     dy_ptr, x_ptr, partial_ptr, N, X, C, part, x_n, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Write a tile [OUTPUTS, COLUMNS] of a partial sum of dW [X, C] over ``part`` rows, as the transpose of xᵀ @ dy."""
+    """Write a tile [OUTPUTS, COLUMNS] of a partial sum of dW [X, C] over ``part`` rows: the transpose of xᵀ @ dy."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     first = tl.program_id(2) * part

@@ -36,7 +36,7 @@ def _dropout_kernel(rows_ptr, order_ptr, seed_ptr, out_ptr, W, K, number, dropou
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """Draw two seeds [2] int64 from the device's generator.
+    """Draw two int64 seeds, [2], from the generator of the device.
 
     The first seed is for gate and up, and the second seed is for down.
     """

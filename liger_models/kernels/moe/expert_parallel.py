@@ -26,7 +26,7 @@ from liger_models.kernels.moe.permutation import permute, unpermute
 
 
 class _Permute(torch.autograd.Function):
-    """Copies each token's row of x [N, C] to all of its slots below M: [N, C] -> [M, C].
+    """Copies the row of each token to those slots of the token that are less than M: [N, C] -> [M, C].
 
     The gradient of a token is a sum over its slots in fp32.
     """

@@ -12,9 +12,9 @@ Without biases, bgu = bd = 0::
 If there are only a few copies and no backward, the copies are not sorted (see `few`). A copy without an expert has no
 row.
 
-In the backward, the routing weight can be applied before or after a linear map. Applying the weight is cheapest where
-rows are narrow. dy is therefore copied without the weight, and one kernel that reads u and g does all other elementwise
-work::
+In the backward, the routing weight can be applied before or after a linear map. It is cheapest to apply the weight
+where rows are narrow. dy is therefore copied without the weight. One kernel that reads u and g applies the weight, and
+does all other elementwise work::
 
     d_j = dy_n                            permute
     g_j = Wd_eᵀ · d_j                     grouped product; the gradient of A(u_j), without the routing weight
@@ -24,8 +24,8 @@ work::
     dbd_e = Σ_nk w_nk · dy_n,   dbgu_e = Σ_j du_j         over the copies that go to e
     dx_n = Σ_k Wgu_eᵀ · du_slot[n,k]      grouped product, then unpermute without weights
 
-A low-rank term B_e · A_e may be added to each matrix W_e. The sum of the matrices is never computed: A and B have
-separate grouped products, and the backward recomputes A_e · r_j and A_e · p_j::
+A low-rank term B_e · A_e may be added to each matrix W_e. The sum W_e + B_e · A_e is never computed: A and B have
+grouped products of their own, and the backward recomputes A_e · r_j and A_e · p_j::
 
     dB_e = Σ_j du_j ⊗ (A_e · r_j),   dA_e = Σ_j (B_eᵀ · du_j) ⊗ r_j     gate and up
     dB_e = Σ_j d_j ⊗ (A_e · p_j),    dA_e = Σ_j (B_eᵀ · d_j) ⊗ p_j      down
@@ -36,11 +36,11 @@ backward generates the same random numbers.
 Frozen matrices may be quantized (`FrozenWeight`). The matrices of a projection are dequantized right before each
 product, and freed after the product. A backward that recomputes u dequantizes gate and up only once, for both u and dx.
 
-The weights in their stored form, order, slot, ends and u (without its bias) are saved. x is saved if a gradient needs
-it. With ``recompute``, u is not saved. The backward then recomputes u, bitwise identical, and overwrites it with du.
-The sorted copies of x and the gated product are never saved. Gradients that are not needed are not computed. Every
-other gradient has the dtype of its input. The backward is a single op, which hides the recomputed tensors from
-compilers. If a compiler saw these tensors, it would save them in the forward.
+The forward saves order, slot, ends, the weights in their stored form, and u (without its bias). x is saved if a
+gradient needs it. With ``recompute``, u is not saved. The backward then recomputes u, bitwise identical to the u of the
+forward, and overwrites u with du. The sorted copies of x and the gated product are never saved. Gradients that are not
+needed are not computed. Every other gradient has the dtype of its input. The backward is a single op, so that compilers
+do not see that tensors are recomputed. A compiler that saw this would save the tensors in the forward instead.
 
 Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2211.15841, https://arxiv.org/abs/2512.14080 (gradient
 of the routing weights without the experts' outputs).

@@ -1,17 +1,17 @@
 """Products of a few rows with their experts' matrices. The products take about as long as reading the matrices.
 
-These kernels are for decoding steps, and compute no gradients. The copies of the tokens are numbered as in
-`permutation`, s = n · K + k. e is the expert of a copy, and A is one of the activations of `expert_act`::
+These kernels are for decoding steps, and compute no gradients. Copy k of token n has the number s = n · K + k, as in
+`permutation`. e is the expert of this copy, and A is one of the activations of `expert_act`::
 
     g_s = A(Wgu_e · x_n + bgu_e)          one kernel
     o_s = Wd_e · g_s                      one kernel
     y_n = Σ_k w_nk · (o_s + bd_e)         `permutation.unpermute`
 
 The copies are not sorted. There is one program for each pair of a copy and a block of rows of the matrix of the copy's
-expert. All copies with the same expert are grouped in tiles of up to `FEW_ROWS` copies. The program of a tile's first
-copy finds the other copies of the tile, and multiplies all copies of the tile at once. The programs of the other copies
-do nothing. If there is only one token, all its copies have different experts. Each copy is then multiplied separately,
-without matrix units, as in `row_linear`.
+expert. All copies with the same expert are grouped in tiles of up to `FEW_ROWS` copies. Only the programs of a tile's
+first copy do any work: they find the other copies of the tile, and multiply all copies of the tile at once. If there is
+only one token, all its copies have different experts. Each copy is then multiplied separately, without matrix units, as
+in `row_linear`.
 
 If rows are sorted because a backward follows, `few_product` multiplies the sorted rows by frozen matrices in the same
 way. All these kernels read matrices in their stored form (dense, float8, or 4 bits), and read only the matrices of
@@ -144,7 +144,7 @@ def _few_nf4_kernel(
 ):  # fmt: skip
     """Compute what `_few_kernel` computes, for matrices stored in NF4.
 
-    In each step, BLOCK_IN codes that share a scale are read in each of BLOCK_OUT rows of the expert's matrix.
+    Each step reads BLOCK_IN codes that share a scale from each of BLOCK_OUT rows of the expert's matrix.
     """
     await_previous(OVERLAPS)
     tiles_out = tl.cdiv(OUT, BLOCK_OUT)
@@ -187,7 +187,7 @@ def _few_groups_kernel(
 ):  # fmt: skip
     """Compute what `_few_kernel` computes, for matrices stored in the formats of `frozen.groups`.
 
-    In each step, GROUPS groups of PAIRS bytes of codes are read in each of BLOCK_OUT rows of the expert's matrix.
+    Each step reads GROUPS groups of PAIRS bytes of codes from each of BLOCK_OUT rows of the expert's matrix.
     """
     await_previous(OVERLAPS)
     tiles_out = tl.cdiv(OUT, BLOCK_OUT)
@@ -234,11 +234,10 @@ def _few_kernel(
 ):  # fmt: skip
     """Compute result s from row s // K. Each step reads BLOCK_IN columns of BLOCK_OUT rows of the expert's matrix.
 
-    There is a scale for each row or, if WIDTH is not 0, for each WIDTH columns of a row. WIDTH is a multiple of
-    BLOCK_IN.
+    Each row has one scale or, if WIDTH is not 0, one scale for every WIDTH columns. WIDTH is a multiple of BLOCK_IN.
 
-    EARLY is allowed only if the previous launch was a launch of this kernel without EARLY, for the same single row. The
-    first step of the matrix is then loaded before the previous kernel ends.
+    With EARLY, the part of the matrix for the first step is loaded before the previous kernel ends. EARLY is allowed
+    only if the previous launch was a launch of this kernel without EARLY, for the same single row.
     """
     if EARLY:
         start_next(OVERLAPS)
@@ -329,9 +328,10 @@ def _launch(
     rows: Tensor, weight: Any, where: Tensor, results: int, K: int, *, is_sorted: bool, one_row: bool = False,
     act: str = "", limit: float = 0.0, bias: Tensor | None = None, is_early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Launch a kernel that computes each result s as the product of row s // K and its expert's transposed matrix.
+    """Launch a kernel that multiplies rows by the transposed matrices of their experts.
 
-    With ``is_early``, the weight must be dense, and the previous launch must be for dense matrices and the same token.
+    Result s is the product of row s // K and the matrix of the expert of copy s. With ``is_early``, the weight must be
+    dense, and the previous launch must be for dense matrices and the same token.
     """
     (X, out, width), frozen = weight.shape, isinstance(weight, FrozenWeight)
     storage = weight.format.name if frozen else "dense"

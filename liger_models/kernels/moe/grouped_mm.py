@@ -185,12 +185,12 @@ _library_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # the public 
 def library_runs(gate_up_weight: Tensor, down_weight: Tensor) -> bool:
     """Return whether grouped products of contiguous weights [X, 2 F, C] and [X, C, F] run in PyTorch's grouped_mm.
 
-    PyTorch's grouped_mm is used only if it is a single CUTLASS kernel that does not wait for the device. It is such a
-    kernel in bf16 on Hopper, for fewer than 1024 experts, if the rows of the experts' matrices consist of whole 16-byte
-    vectors. The experts may have any numbers of rows. grouped_mm is not used on Blackwell, where it returns a nonzero
-    weight gradient for an expert without rows (pytorch#172439). In all other cases, grouped_mm loops over the experts
-    and waits for the device. Inside `batch_invariant`, the Triton kernel runs, which has the same tile shape for any
-    number of rows.
+    PyTorch's grouped_mm is used only where it is a single CUTLASS kernel that does not wait for the device: in bf16 on
+    Hopper, for fewer than 1024 experts, if the rows of the experts' matrices consist of whole 16-byte vectors. The
+    experts may have any numbers of rows. grouped_mm is not used on Blackwell, where it returns a nonzero weight
+    gradient for an expert without rows (pytorch#172439). In all other cases, grouped_mm loops over the experts and
+    waits for the device. Inside `batch_invariant`, the Triton kernel runs, which has the same tile shape for any number
+    of rows.
     """
     return (
         cuda_capability(gate_up_weight.device)[0] == 9

@@ -12,8 +12,8 @@ for y_n, it is added after y_n has been rounded.
 
 The numbers of rows per expert stay on the device, so the host never waits for the device.
 
-A copy without an expert has the expert index X. Such copies are sorted after the S other copies and have no row, so
-their slots are at least S.
+A copy without an expert has the expert index X. The sort places it after the S copies with an expert, and it has no
+row, so its slot is at least S.
 """
 
 import torch
@@ -128,7 +128,10 @@ def _row_grid(N: int, C: int) -> tuple[tuple[int, int], dict[str, int]]:
 
 
 def permute(x: Tensor, slot: Tensor, S: int, dtype: torch.dtype) -> Tensor:
-    """Copy each token's row to all of its slots below S, cast to ``dtype``: [N, C] -> [S, C]. ``slot`` is [N · K]."""
+    """Cast each token's row to ``dtype``, and copy it to the token's slots: [N, C] -> [S, C].
+
+    ``slot`` is [N · K]. Slots that are S or larger have no row in the result.
+    """
     x = x.contiguous()
     N, C = x.shape
     rows = torch.empty(S, C, dtype=dtype, device=x.device)

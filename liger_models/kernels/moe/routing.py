@@ -174,7 +174,7 @@ def _in_best_groups(choice: Tensor, routing: Routing) -> Tensor:
 
 
 def _check_given(given: Tensor, logits: Tensor, top_k: int) -> None:
-    """Raise ValueError unless ``given`` has valid experts, or a negative first entry, for each token."""
+    """Raise ValueError unless, for each token, ``given`` contains valid experts or begins with a negative entry."""
     (N, X), dtype = logits.shape, given.dtype
     integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
     if given.shape != (N, top_k) or not integers:  # the message is formatted only here, because N may be symbolic
@@ -198,7 +198,10 @@ def _load_logits(logits_ptr, rows, lanes, N, X):
 
 @triton.jit
 def _ordered(numbers):
-    """Map fp32 numbers to integers above −2147483647 that have the same order. NaN is mapped to the largest integer."""
+    """Map fp32 numbers to integers that have the same order and are above −2147483647.
+
+    NaN is mapped to the largest integer.
+    """
     bits = numbers.to(tl.int32, bitcast=True)
     return tl.maximum(tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -2147483646)
 
@@ -348,7 +351,7 @@ _route_kernel.decides = True  # its output determines the addresses at which lat
 
 
 def _block(size: int) -> int:
-    """Return the next power of two, or 2 if it is smaller, because a tile must have at least two elements."""
+    """Return ``size`` rounded up to a power of two, but at least 2, because a tile has at least two elements."""
     return max(int(next_power_of_2(size)), 2)
 
 

@@ -80,7 +80,7 @@ def _gated_norm_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ROUND: tl.constexpr, SILU: tl.constexpr,
     GATE_FIRST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Multiply ROWS rows [D] of one group per program by the gate. With NORM, also normalize the rows."""
+    """Each program multiplies ROWS rows [D] of one group by the gate. With NORM, it also normalizes the rows."""
     rows, group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     x = _rows(x_ptr + group * x_inner, rows, H, x_outer, x_inner, D, BLOCK, N)
@@ -153,8 +153,8 @@ def _gated_norm_backward_kernel(
 def _as_rows(groups: int, *tensors: Tensor) -> list[Tensor]:
     """Return the tensors [..., D] as [outer, H, D] with contiguous rows, without a copy where possible.
 
-    H is the number of groups if there are several groups, and 1 if there is a single group and all tensors are
-    contiguous.
+    H is 1 if there is a single group and all tensors are contiguous. Otherwise, H is the size of the second to last
+    dimension, which is the number of groups if there are several groups.
     """
     tensors = tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
     shape = tensors[0].shape
@@ -177,7 +177,7 @@ def _gradients_like(x: Tensor, gate: Tensor, weight: Tensor | None) -> tuple[Ten
 
 
 def _rows_of(x: Tensor, groups: int) -> tuple[int, int]:
-    """Return the number of rows that share a weight, and how many of these rows have the same outer index."""
+    """For x [outer, H, D], return the number of rows that share a weight, and how many of them each outer index has."""
     inner = 1 if groups > 1 else x.shape[1]
     return x.shape[0] * inner, inner
 

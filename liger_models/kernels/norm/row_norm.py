@@ -103,7 +103,7 @@ def _norm_kernel(
     CENTERED: tl.constexpr, SCALE_IN_FP32: tl.constexpr, ONE_TILE: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalize one row of x [N, C] per program. x_n is the distance between rows of x."""
+    """Each program normalizes one row of x [N, C]. x_n is the distance between rows of x."""
     await_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * C
     x_ptr += tl.program_id(0).to(tl.int64) * x_n
@@ -185,7 +185,7 @@ def _norm_backward_kernel(
 ):  # fmt: skip
     """Compute dx of a program's rows in tiles of ROWS rows, and the program's partial sums of dw and db [C].
 
-    y is recomputed if its pointer is given.
+    If a pointer for y is given, the kernel also recomputes y.
     """
     columns = tl.arange(0, BLOCK)
     inside = columns < C
@@ -279,7 +279,7 @@ def _rms_norm_backward_wide_kernel(
 def _rms_norm_weight_gradient_kernel(
     dy_ptr, h_ptr, rstd_ptr, dw_ptr, N, C, SCALE_IN_FP32: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Compute BLOCK columns of a partial sum of dw, which is over every ``num_programs(1)``-th row."""
+    """Compute BLOCK columns of a partial sum of dw. The partial sum is over every ``num_programs(1)``-th row."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < C
     dw = tl.zeros([BLOCK], tl.float32)

@@ -1,7 +1,7 @@
 """AdamW for many tensors at once, in place. One launch updates all tensors that have the same dtypes and device.
 
-Let g be the gradient (negated to maximize the objective), let t be the number of the step, and let m and v be the
-moving averages of g and g². The update is computed in fp32::
+Let g be the gradient, or its negative if the objective is maximized. Let t be the number of the step, and let m and v
+be the moving averages of g and g². The update is computed in fp32::
 
     m = β₁ · m + (1 − β₁) · g
     v = β₂ · v + (1 − β₂) · g²
@@ -11,9 +11,9 @@ moving averages of g and g². The update is computed in fp32::
 p is computed from the unrounded m and v. Then p, m and v are rounded to the dtypes of their tensors, either to nearest
 or stochastically. Stochastic rounding of x to bfloat16 adds a random integer r, uniform in [0, 2¹⁶), to the 32 bits of
 x, and keeps the upper 16 bits of the sum. The expected value of the rounded x is therefore x. Moments need stochastic
-rounding as much as parameters do: with rounding to nearest, 0.999 · v would become v again. r is Philox(seed; element,
-tensor, step), so r depends neither on the grid nor on the global generators. 8-bit moments consist of codes and scales,
-which `moments` describes. 8-bit moments are always rounded stochastically.
+rounding, too: if they were rounded to nearest, 0.999 · v would become v again. r is Philox(seed; element, tensor,
+step), so r depends neither on the grid nor on the global generators. 8-bit moments consist of codes and scales, which
+`moments` describes. 8-bit moments are always rounded stochastically.
 
 The kernel finds the tensors in a table with one row per tensor. The table is copied to the device with every launch,
 because gradients have new addresses in every step. The host never waits for the device. The function is not registered
@@ -92,7 +92,7 @@ class Update(NamedTuple):
 def adamw_reference(update: Update, stochastic_rounding: bool = False, seed: int = 0) -> None:
     """Perform `adamw_` for one parameter in plain PyTorch, in fp64 for fp64 tensors.
 
-    The stochastic rounding does not use the same random numbers as the kernel.
+    If values are rounded stochastically, the random numbers differ from those of the kernel.
     """
     param, grad, exp_avg, exp_avg_sq, hyper, stream, scales = update
     beta1, grad_to_m, beta2, grad_to_v, decay, step_size, root, eps = hyper.factors()
@@ -181,7 +181,7 @@ def _update(
 ):  # fmt: skip
     """Update up to BLOCK elements of a tensor.
 
-    They begin at index ``start``, from which ``remaining`` elements are left.
+    The elements begin at index ``start``. From this index on, the tensor has ``remaining`` elements.
     """
     at = start + tl.arange(0, BLOCK)
     p_ptr = _tensor_at(row + 4, P_DTYPE, ALIGNED) + at
@@ -208,7 +208,10 @@ def _update_codes(
     row, factors, start, remaining, seed,
     P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Perform `_update` for 8-bit moments. Elements are counted as if rows were padded to whole blocks of 128."""
+    """Perform `_update` for 8-bit moments.
+
+    The index of an element is counted as if each row were padded to whole blocks of 128 elements.
+    """
     # Compute the rows and columns of R blocks of 128 elements, [R, 128].
     R: tl.constexpr = BLOCK // 128
     columns = tl.load(row + 10).to(tl.int32)

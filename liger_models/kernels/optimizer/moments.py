@@ -1,15 +1,15 @@
 """8-bit moments of AdamW: one code c per element, and one fp32 scale s per block of 128 elements of the last dimension.
 
-The scale is the largest magnitude in its block. The moments are::
+The scale of a block is the largest magnitude in the block. The moments are::
 
     m = sign(c) · (c / 127)² · s    c from −127 to 127, int8
     v = (c / 255)⁴ · s              c from 0 to 255, uint8
 
 The powers give small values more codes: the square root of a nonzero second moment can be as small as 1 / 65,025 of the
-largest root in its block. In one step, a moment usually changes by less than the distance between two adjacent codes.
-Moments are therefore rounded up or down at random, such that the mean is preserved. If moments were rounded to nearest,
-0.999 · v would always become v again. A positive second moment never gets the code 0, because the update would then be
-m / eps. If a block contains infinity or NaN, the block's scale is this value.
+largest root in its block. In one step, a moment usually changes by less than the distance between the values of two
+adjacent codes. Moments are therefore rounded up or down at random, such that the mean is preserved. If moments were
+rounded to nearest, 0.999 · v would always become v again. A positive second moment never gets the code 0, because the
+update would then be m / eps. If a block contains infinity or NaN, its scale is infinity or NaN, too.
 """
 
 import math

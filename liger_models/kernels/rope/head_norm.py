@@ -64,7 +64,7 @@ def store_weight_gradients(
 
 
 def backward_launch(packed: Tensor, constants: dict[str, int], need_dw: bool, whole: bool = False) -> tuple[int, int]:
-    """Return how many programs share the tokens of a chunk of heads, and how many tokens each program has in flight.
+    """Return how many programs share the tokens of a chunk of heads, and how many tokens a program processes at a time.
 
     Args:
         packed: [B, T, W], the packed projection.

@@ -1,7 +1,7 @@
 """Queries, keys and values of latent attention, from the outputs of its projections.
 
 The queries and keys of each of the H heads have two parts: N elements that are not rotated, and R elements that are
-rotated. The rotated part of the key is the same for all heads. The projections return, for each token::
+rotated. The rotated part of the key is the same for all heads. For each token, the projections return::
 
     q       [H, N + R]    the query of each head
     kv      [H, N + V]    the first part of the key, and the value, of each head
@@ -66,7 +66,7 @@ def latent_heads_reference(
 
 @triton.jit
 def _copy(source, target, mask, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy WIDTH elements per head from the pointers ``source`` [ROWS, 1] to the pointers ``target`` [ROWS, 1]."""
+    """For each head, copy WIDTH elements from ``source`` to ``target``, which are pointers [ROWS, 1]."""
     column = tl.arange(0, BLOCK)[None, :]
     inside = mask & (column < WIDTH)
     x = tl.load(source + column, mask=inside, other=0.0)
@@ -81,7 +81,7 @@ def _latent_heads_kernel(
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Build queries, keys and values of ROWS heads of one token per program. The results are contiguous."""
+    """Each program builds the queries, keys and values of ROWS heads of one token. The results are contiguous."""
     await_previous(OVERLAPS)
     CHUNKS: tl.constexpr = (H + ROWS - 1) // ROWS
     token = (tl.program_id(0) // CHUNKS).to(tl.int64)
@@ -121,7 +121,7 @@ def _latent_heads_backward_kernel(
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of one token per program, ROWS heads at a time. The results are contiguous."""
+    """Each program computes the gradients of one token, ROWS heads at a time. The results are contiguous."""
     await_previous(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     batch, position = token // T, token % T

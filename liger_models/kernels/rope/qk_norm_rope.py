@@ -14,10 +14,9 @@ In the backward of q, let dz be dq rotated back, and let s = dz · (weight_offse
 
     dx = r · (s − x · r² · mean(s · x)),   dw = Σ dz · n
 
-The packed projection is saved, and the backward recomputes r from it. Attention saves the outputs of this op in any
-case. The backward cannot use these outputs instead of the packed projection, because the outputs do not determine n
-where a weight is 0. The weight gradients are summed in fp32: each program writes a partial sum, and `sum_partials` adds
-the partial sums.
+The packed projection is saved, and the backward recomputes r from it. Attention saves the outputs of this op anyway,
+but the backward cannot use them instead of the packed projection: where a weight is 0, the outputs do not determine n.
+The weight gradients are summed in fp32: each program writes a partial sum, and `sum_partials` adds the partial sums.
 
 Source: https://arxiv.org/abs/2010.04245, as in Qwen3 (https://arxiv.org/abs/2505.09388), Gemma 3
 (https://arxiv.org/abs/2503.19786) and OLMo 2 (https://arxiv.org/abs/2501.00656).
@@ -98,7 +97,7 @@ def _heads(chunk, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WHOL
 
 @triton.jit
 def _values(chunk, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr):
-    """Return the value heads [ROWS, 1] and columns [1, 2 · BLOCK] that a program copies for a token, and a mask."""
+    """Return what a program copies for a token: the value heads [ROWS, 1], the columns [1, 2 · BLOCK], and a mask."""
     row = tl.arange(0, ROWS)[:, None]
     value = chunk * SHARE + row
     column = tl.arange(0, 2 * BLOCK)[None, :]
@@ -113,7 +112,7 @@ def _qk_norm_rope_kernel(
     CHUNKS: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, SHARE_ROWS: tl.constexpr,
     INTERLEAVED: tl.constexpr, WHOLE: tl.constexpr, SCALE_IN_FP32: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Normalize and rotate a chunk of a token's heads per program, and copy a share of the token's values."""
+    """Each program normalizes and rotates a chunk of a token's heads, and copies a share of the token's values."""
     await_previous(OVERLAPS)
     H: tl.constexpr = G * GROUP
     W: tl.constexpr = D if WHOLE else 0  # distance between the weights of two heads

@@ -80,8 +80,8 @@ def qkv_norm_rope_reference(
 def _slots(chunk, G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):
     """Return four tensors [ROWS, 1] that describe a program's heads.
 
-    The tensors are the head's index in the packed row, its KV head, its index in the group of this KV head, and whether
-    the head exists.
+    For each head, the tensors hold its index in the packed row, its KV head, its index in the group of this KV head,
+    and whether the head exists.
     """
     slot = chunk * ROWS + tl.arange(0, ROWS)[:, None]
     return slot, slot // (GROUP + PARTS), slot % (GROUP + PARTS), slot < G * (GROUP + PARTS)
@@ -106,7 +106,7 @@ def _qkv_norm_rope_kernel(
     G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Normalize and rotate a chunk of one token's heads per program."""
+    """Each program normalizes and rotates a chunk of one token's heads."""
     await_previous(OVERLAPS)
     H: tl.constexpr = G * GROUP
     chunk = tl.program_id(0) % CHUNKS
@@ -211,7 +211,7 @@ def _constants(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
 
 
 def _heads(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate q, k and v. Without keys and values in the projection, k and v are empty."""
+    """Allocate q, k and v. If the projection has no keys and values, k and v are empty."""
     shared = num_kv_heads if packed.shape[-1] > num_heads * head_dim else 0
     q, k, v = (packed.new_empty(*packed.shape[:2], heads, head_dim) for heads in (num_heads, shared, shared))
     return q, k, v

@@ -80,11 +80,11 @@ def rope_qkv_reference(
 
 @triton.jit
 def choose(condition, a, b):
-    """Return the pointers ``a`` where ``condition`` holds, and ``b`` elsewhere. The pointers are selected as integers.
+    """Return the pointers ``a`` where ``condition`` holds, and ``b`` elsewhere.
 
-    AMD's compiler rejects ``tl.where`` of pointers into two tensors. An offset from one tensor to the other is not
-    possible either, because offsets in a tensor of less than 2 GB are truncated to 32 bits. On other GPUs, integer
-    addresses compile to the same instructions as pointers.
+    The pointers are selected as integers, because AMD's compiler rejects ``tl.where`` of pointers into two tensors.
+    Adding an offset to reach the other tensor does not work either, because offsets in a tensor of less than 2 GB are
+    truncated to 32 bits. On other GPUs, integer addresses compile to the same instructions as pointers.
     """
     return tl.where(condition, a.to(tl.int64), b.to(tl.int64)).to(a.dtype)
 
@@ -152,7 +152,7 @@ def store_heads(
 
 @triton.jit
 def rotate(x1, x2, cos, sin, rotary, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Rotate the first HALF pairs of the rows where ``rotary`` is True. All other elements are returned unchanged."""
+    """In the rows where ``rotary`` is True, rotate the first HALF pairs. All other elements are returned unchanged."""
     rotated = rotary
     # Pairs after the first HALF are not rotated, because they lie beyond the rotary width or are padding of the block.
     if HALF < BLOCK:
@@ -166,7 +166,7 @@ def _rope_kernel(
     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate ROWS heads of one token per program. With INVERSE, rotate by the opposite angle."""
+    """Each program rotates ROWS heads of one token. With INVERSE, it rotates by the opposite angle."""
     await_previous(OVERLAPS)
     CHUNKS: tl.constexpr = (H + ROWS - 1) // ROWS
     token = tl.program_id(0) // CHUNKS
@@ -191,9 +191,9 @@ def _rope_qkv_kernel(
     ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
     BACKWARD: tl.constexpr, HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Split and rotate ROWS heads of one token per program.
+    """Each program splits and rotates ROWS heads of one token.
 
-    With BACKWARD, compute the packed gradient from dq, dk and dv, and rotate by the opposite angle.
+    With BACKWARD, the program computes the packed gradient from dq, dk and dv, and rotates by the opposite angle.
     """
     await_previous(OVERLAPS)
     SLOTS: tl.constexpr = G * (GROUP + 2)
