@@ -1,1 +1,1 @@
-"""Shared helpers: argument checks, registration of ops, arguments of transformers, lazy imports, and JSON files."""
+"""Shared helpers: argument checks, op registration, transformers' keyword arguments, lazy imports, and JSON files."""

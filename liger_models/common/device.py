@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 def available_device(where: str, name: str | None = None) -> torch.device:
-    """Return the device called ``name``. Without a name, return the accelerator, or the CPU if there is none.
+    """Return the device called ``name``. If no name is given, return the accelerator or, if there is none, the CPU.
 
     Args:
         where: name of the function or command in the error message.

@@ -25,7 +25,7 @@ def check_values(condition: Tensor, message: str) -> None:
 
 
 def is_traced() -> bool:
-    """Return whether compilation or a ``torch.func`` transform prevents tensor values from being read."""
+    """Return whether tensor values cannot be read because of compilation or a ``torch.func`` transform."""
     return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 

@@ -103,7 +103,7 @@ class Argument(NamedTuple):
 
 
 class Arguments:
-    """The fields of a NamedTuple as the flat arguments of an op.
+    """Represents the fields of a NamedTuple as the flat arguments of an op.
 
     Attributes:
         schema: the arguments in the form of a schema, where arguments without a default value come first.
@@ -146,7 +146,7 @@ class Arguments:
             return f"({', '.join(patterns)},)", f"_new(_type_{prefix}, ({', '.join(expressions)},))"
 
         def add_argument(name: str, argument: Argument) -> str:
-            """Add a field with an `Argument`, and return the source code of an expression that restores it."""
+            """Add a field with an `Argument`, and return the source code of an expression that restores its value."""
             # At most the first parameter, the head, has no default. In the whole schema, heads come first.
             schema = argument.schema.format(name)
             parameters = _parse(schema)

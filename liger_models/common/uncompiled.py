@@ -1,4 +1,4 @@
-"""Excluding functions from `torch.compile` without an import of the compiler, which would take half a second."""
+"""Excludes functions from `torch.compile` without importing the compiler, because this import takes half a second."""
 
 import functools
 import sys

@@ -1,4 +1,4 @@
-"""Options that select the parts of a model that run on fused kernels. Checkpoints do not record these options."""
+"""Options that select which parts of a model run on fused kernels. Checkpoints do not record these options."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Helpers for kernels and kernel launches, which several folders share."""
+"""Helpers for kernels and kernel launches that several folders use."""
 
 from collections.abc import Sequence
 

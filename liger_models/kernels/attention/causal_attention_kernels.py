@@ -296,8 +296,8 @@ def _sum_over_queries(
     ``first_slot`` is the slot of the first of these query heads. The tile has BLOCK_N keys and BLOCK_D columns. D is
     the width of the result.
 
-    If several launches contribute to a tile, ``sum_ptr`` holds the tile's sum between the launches. The key tiles from
-    ``finished`` on are complete after this launch.
+    If several launches contribute to a tile, ``sum_ptr`` holds the tile's sum between the launches. After this launch,
+    the sums of the key tiles from ``finished`` on are complete.
     """
     key = key_tile * BLOCK_N
     batch, first_head = slot_head(first_slot, part, H, GROUP)

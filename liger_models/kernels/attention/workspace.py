@@ -3,11 +3,11 @@
 The workspace is a stack of tiles [BLOCK_M queries, BLOCK_N keys]. The index of a tile in the stack is its *place*. One
 launch fills the workspace for a part of the queries and for some query heads, which are called the *slots* of the
 launch. A tile has a place only if one of its queries sees one of its keys, so a later query tile has more places than
-an earlier one. To make every slot a rectangle, query tiles are paired, such that each pair together sees about the same
-number of keys. If the number of query tiles is even, the last tile is paired with the first, the second to last with
-the second, and so on. If the number is odd, the last tile has no partner, and the tiles before it are paired in this
-way. For example, query tiles 0 to 4 make 3 pairs with 5 places each. The table shows which query tile each place
-belongs to. The key tiles of a query tile are at consecutive places, in order::
+an earlier one. Query tiles are paired such that every pair sees about the same number of keys in total. The places of a
+slot then form a rectangle. If the number of query tiles is even, the last tile is paired with the first, the second to
+last with the second, and so on. If the number is odd, the last tile has no partner, and the tiles before it are paired
+in this way. For example, query tiles 0 to 4 make 3 pairs with 5 places each. The table shows which query tile each
+place belongs to. The key tiles of a query tile are at consecutive places, in order::
 
     pair 0    4 4 4 4 4
     pair 1    3 3 3 3 0

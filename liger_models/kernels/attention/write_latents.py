@@ -1,7 +1,8 @@
 """Normalizing and rotating the rows of latent attention, and writing them into the pages of a cache, in place.
 
-A new token n has the latent c_n of its keys and values, the part r_n of its key that all heads share, and usually the
-latent q_n of its queries. N_c and N_q are RMSNorms, and slots are as in `write_pages`. Pages have one row per token::
+A new token n has a latent c_n of its keys and values, and a part r_n of its key that all heads share. It usually also
+has a latent q_n of its queries. N_c and N_q are RMSNorms, and slots are as in `write_pages`. Pages have one row per
+token::
 
     pages[s // P, s % P] = [N_c(c_n), rotate(r_n)]        with s = slots[n] >= 0
     q'_n = N_q(q_n)

@@ -174,7 +174,7 @@ def _inverse(scale):
 def _gated(gate, up, ACT: tl.constexpr, dtype: tl.constexpr):
     """Compute `gated_act` of gate and up.
 
-    The result is rounded to ``dtype``, as the op `gated_act` rounds it, and returned in fp32.
+    The result is rounded to ``dtype`` as in the op `gated_act`, and is then returned in fp32.
     """
     a, _ = _activation(gate, ACT)
     return (a.to(dtype).to(tl.float32) * up).to(dtype).to(tl.float32)
@@ -589,8 +589,8 @@ def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 |
     If the recipe has one scale per operand, ``amax`` [1] is raised to at least the largest absolute value of the
     weight.
 
-    If the ranks have already rounded their own rows with one scale and gathered all rows, ``gathered`` is the gathered,
-    rounded weight. The values of ``weight`` are then not read.
+    If the ranks have already rounded their own rows with one scale, and have gathered all rounded rows, ``gathered``
+    holds these rows. The values of ``weight`` are then not read.
     """
     return round_matrix(plain(weight), recipe, amax=amax)[0] if gathered is None else gathered
 

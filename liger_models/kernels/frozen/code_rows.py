@@ -105,9 +105,10 @@ def _load(name: str, first: int, count: int, at: str, predicate: str = "", cache
 
 
 def _prepare(kind: str, scale: str, to: int) -> str:
-    """Return PTX that sets the factors that `_pair` uses: s and, for two scales, d, as bf16 pairs.
+    """Return PTX that sets the factors that `_pair` uses, as bf16 pairs.
 
-    For the kind "products", the PTX sets s in fp32.
+    For the kind "one_scale", the factor s is the scale. For "two_scales", the factors are s = 3 t - 2 u and d = 2 (u -
+    t). For "products", the factor s is the scale, in fp32.
     """
     if kind == "products":
         return f"mov.b32 s{to}, {scale};\n"
@@ -120,7 +121,7 @@ def _prepare(kind: str, scale: str, to: int) -> str:
 
 
 def _pair(kind: str, to: str, word: str, byte: int, scale: int, table: str) -> str:
-    """Return PTX that dequantizes the codes of a byte of a word.
+    """Return PTX that dequantizes the two codes in one byte of a word.
 
     Args:
         kind: see the module's docstring.
@@ -282,7 +283,10 @@ WHOLE_PRODUCTS, PART_PRODUCTS = (tl.constexpr(_single_step("products", whole=who
 def group_scale(
     scale_ptr, whole_ptr, group, row, inside, SCALES: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Return the scales of groups in fp32. Groups are numbered over all rows, and ``row`` is the row of each group."""
+    """Return the scales of groups in fp32. A group's number counts the groups of all earlier rows, too.
+
+    ``row`` is the row of each group.
+    """
     if SCALES == "e8m0":
         byte = tl.load(scale_ptr + group, mask=inside, other=0).to(tl.int32)
         scale = tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)

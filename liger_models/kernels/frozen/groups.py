@@ -1,4 +1,6 @@
-"""The common kernels of frozen weights with four-bit codes. In each row, a group of columns shares a scale.
+"""The kernels that all frozen weights with groups of four-bit codes share.
+
+In each row, a group of columns shares a scale.
 
     W = rounded(number(code) · scale)
 

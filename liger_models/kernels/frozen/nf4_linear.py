@@ -159,7 +159,7 @@ class NormalFloat4(Format):
         return nf4_layout(matrix)[2:]
 
     def tensors_like(self, shape: Sequence[int], dtype: torch.dtype) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        """Return the shapes and dtypes of the tensors in the docstring of this class."""
+        """Return the shapes and dtypes of the tensors that the docstring of this class lists."""
         *experts, rows, columns = shape
         per_scale, per_factor = self.layout((rows, columns))
         blocks = rows * columns // per_scale

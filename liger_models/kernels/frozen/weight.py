@@ -19,8 +19,8 @@ weights, and the other formats keep the codes and scales of a checkpoint::
 
 `groups` has the kernels that the last four formats share.
 
-The default methods of `Format` suit formats in which each row of the weight has its own codes and scales. Such a format
-only implements `quantize`, `tensors_like` and `dense`.
+The default methods of `Format` suit formats in which each row of the weight has its own codes and scales. A format of
+this kind needs to implement only `quantize`, `tensors_like` and `dense`.
 """
 
 import math

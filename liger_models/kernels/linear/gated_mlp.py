@@ -207,7 +207,7 @@ class Products(NamedTuple):
 
 
 def split_rows(N: int, gate_up_weight: Weight, ranks: Group | None, recompute: bool) -> tuple[int, int]:
-    """Return the number of this rank's own rows per chunk, and the number of ranks from which u has rows.
+    """Return the number of this rank's own rows per chunk, and the number of ranks whose rows u contains.
 
     Without sequence parallelism, the second number is 1.
     """
@@ -218,7 +218,7 @@ def split_rows(N: int, gate_up_weight: Weight, ranks: Group | None, recompute: b
 
 
 def gated_mlp_forward(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs:
-    """Compute the forward of `gated_mlp`. The projections are `Product` objects of any subclass."""
+    """Compute the forward of `gated_mlp`. The projections may be objects of any subclass of `Product`."""
     x, residual, norm, ranks = inputs.x, inputs.residual, inputs.norm, inputs.ranks
     shape, C = residual.shape[:-1], residual.shape[-1]
 
@@ -277,7 +277,7 @@ def _forward_rows(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs
 
 
 def gated_mlp_backward(upstream: GatedMLPUpstream, products: Products) -> GatedMLPGradients:
-    """Compute the backward of `gated_mlp`. The projections are `Product` objects of any subclass."""
+    """Compute the backward of `gated_mlp`. The projections may be objects of any subclass of `Product`."""
     dy, dh, saved, needs = upstream
     shape, C, u, ranks = saved.h.shape, saved.h.shape[-1], saved.u, saved.ranks
     N = shape[:-1].numel()

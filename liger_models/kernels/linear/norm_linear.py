@@ -175,7 +175,7 @@ class NormLinearUpstream(NamedTuple):
 
 
 def norm_linear_forward(inputs: NormLinearInputs, product: Product) -> NormLinearOutputs:
-    """Compute the forward of `norm_linear`. The projection is a `Product` object of any subclass."""
+    """Compute the forward of `norm_linear`. The projection may be an object of any subclass of `Product`."""
     x, residual, norm, _, ranks = inputs
     normed, h, statistics = product.normed(norm, x, residual)
     if ranks is not None and ranks.sequence_parallel:

@@ -100,7 +100,7 @@ def mark_constants(ctx: Any, h: Tensor | None, need_stream: bool, *constants: Te
 
 
 def of_stream(gradients: Gradients, dx: Tensor | None, needs: Any) -> Gradients:
-    """Return ``gradients`` with the gradients of x and of the residual set to dx, or to None if not needed.
+    """Return a copy of ``gradients`` in which the gradients of x and of the residual are dx, or None if not needed.
 
     dx is the gradient of the residual stream.
     """
@@ -137,7 +137,7 @@ class Product:
 
     @property
     def normed_dtype(self) -> torch.dtype | None:
-        """The dtype in which the norm's backward writes normalized rows for `gradients`; None if it writes no rows."""
+        """The dtype of normalized rows that the norm's backward writes for `gradients`; None if it writes no rows."""
         return self.dtype
 
     def normed(self, norm: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Any, Tensor, Tensor]:

@@ -119,7 +119,7 @@ def _scale_block(products, left, right, keep):
 def _invert_block(m, PRECISION: tl.constexpr):
     """Compute (I + m)⁻¹ for a diagonal block m [16, 16] of M.
 
-    The inverse is built from the inverses of diagonal blocks of size 2, then of size 4, then of size 8.
+    The inverse is built up from inverses of diagonal blocks: first of size 2, then of size 4, then of size 8.
     """
     row, column = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     a = tl.where(row == column, 1.0, tl.where(row // 2 == column // 2, -m, 0.0))

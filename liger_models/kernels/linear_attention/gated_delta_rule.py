@@ -179,7 +179,7 @@ class DeltaRule:
         raise NotImplementedError
 
     def scan(self, initial: Tensor, out: Tensor, final: Tensor, **flags: bool) -> Tensor:
-        """Compute the output and the final states in place, and return A.
+        """Write the output and the final states to ``out`` and ``final``, and return A.
 
         Args:
             initial: the initial states, or any tensor if ``HAS_INITIAL`` is not set.

@@ -12,7 +12,7 @@ belongs to one token::
     M_ij = C_i·B_j · E_ij · δ_j,   Y = M X + e^{G_i} · C S + D · X,   S ← e^G · S + Bᵀ (δ · e^{G − G_i} · X)
 
 A first kernel computes the running sums G_i. A second kernel goes through the chunks in order and stores the state
-before each chunk; each of its programs holds some columns of the state of one head in registers. A third kernel
+before each chunk. Each program of this kernel holds some columns of the state of one head in registers. A third kernel
 computes Y of all chunks. In the backward, one launch recomputes these states. The same launch goes through the chunks
 in the opposite order to compute the gradient of the state after each chunk, dS ← e^G · dS + (e^{G_i} · C)ᵀ dY. Then::
 
@@ -241,7 +241,7 @@ def _write_gradients(
     initial_state: Tensor | None, cu_seqlens: Tensor | None, dx: Tensor, d_b: Tensor, d_c: Tensor, d_delta: Tensor,
     dg: Tensor, d_d: Tensor, d_initial: Tensor,
 ) -> None:  # fmt: skip
-    """Write the gradients. The tokens of dx, d_b and d_c may be rows of a wider tensor."""
+    """Write the gradients. dx, d_b and d_c may be columns of a wider tensor, whose rows are the tokens."""
     sizes = _Sizes(x, B, cu_seqlens)
     if not x.numel() or not B.numel():
         if d_final is not None and initial_state is not None:

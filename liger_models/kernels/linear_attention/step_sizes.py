@@ -1,6 +1,6 @@
 """Step sizes and decays of recurrences with one decay per head.
 
-The step size δ and the logarithm g of the decay are computed in fp32 from d, one number per token and head::
+For each token and head, the step size δ and the logarithm g of the decay are computed in fp32 from one number d::
 
     δ = clamp(softplus(d + bias), limits),   g = −exp(A) · δ
 

@@ -1,8 +1,8 @@
 """Splits a packed projection into its parts. The columns of the projection are grouped by unit.
 
 The projection x [B, T, U · R] has R columns for each of U units. The R columns of a unit consist of some columns of
-every part. An output holds one part, or several parts one after the other. The part's columns of unit 0 come first,
-then the part's columns of unit 1, and so on. Each part can be multiplied by its own factor, in fp32::
+every part. An output holds one part, or several parts one after the other. Within a part, the columns of unit 0 come
+first, then the columns of unit 1, and so on. Each part can be multiplied by its own factor, in fp32::
 
     y[part, u, i] = cast(scale · x[u, start of the part in a unit + i])
 

@@ -517,7 +517,7 @@ FORWARD = define_op(
 
 
 def _loss_and_gradient(logits, target, class_weight, factors, options, predict) -> tuple[Tensor, ...]:
-    """Return Σ factors · token losses, the z-loss part of this sum, the predictions, the gradient, and a scale.
+    """Return the loss Σ factor · token loss, its z-loss part, the predictions, the gradient of the loss, and a scale.
 
     The gradient must still be multiplied by the scale, which differs from 1 only for fp16; see `without_exponent`.
     """

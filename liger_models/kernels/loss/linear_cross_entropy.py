@@ -4,12 +4,12 @@ The rows of x are processed in chunks whose logits fit into a workspace. For eac
 logits into a reused buffer, one kernel computes the loss and overwrites the logits with their gradient, and two matrix
 products compute the chunk's dx and its part of dweight. The formulas for a row are the same as in `cross_entropy`.
 
-- A scalar loss (reduction "mean" or "sum") has a single upstream gradient, which the forward does not know. The forward
-  computes all gradients for an upstream gradient of 1, and the backward multiplies them by the upstream gradient. The
-  forward and the backward together take three matrix products. The forward saves dx in the dtype of x, dweight in bf16
-  (in fp32 if the weight is not in bf16), and dbias in fp32. The first backward returns the saved tensors themselves, so
-  there is never a second copy of dweight. The forward also saves x, from which a second backward (``retain_graph``)
-  recomputes the gradients.
+- A scalar loss (reduction "mean" or "sum") has a single upstream gradient, which is not yet known in the forward. The
+  forward computes all gradients for an upstream gradient of 1, and the backward multiplies them by the upstream
+  gradient. The forward and the backward together take three matrix products. The forward saves dx in the dtype of x,
+  dweight in bf16 (in fp32 if the weight is not in bf16), and dbias in fp32. The first backward returns the saved
+  tensors themselves, so there is never a second copy of dweight. The forward also saves x, from which a second backward
+  (``retain_graph``) recomputes the gradients.
 - Per-token results (reduction "none", or ``return_log_probs``) have one upstream gradient per token, so the backward
   must recompute the logits. The forward and the backward together take four matrix products. The forward saves x,
   weight and lse.

@@ -129,7 +129,9 @@ def fused_loss(op: Op[Any, Any], inputs: Any) -> tuple[Any, ...]:
 
 
 def fused_loss_fake(x: Tensor, weight: Tensor, needs: HeadNeeds) -> tuple[HeadGradients, Tensor]:
-    """Return fake tensors for two results of an op of `fused_loss`: gradients of x, weight and bias, and the scale.
+    """Return fake tensors for two results of an op that `fused_loss` runs.
+
+    The two results are the gradients (of x, weight and bias) and the scale.
 
     Each gradient has the dtype in which it is summed.
     """

@@ -1,4 +1,4 @@
-"""Speculative sampling: which drafts the model accepts, and which tokens it draws instead of rejected drafts.
+"""Speculative sampling: decides which drafts are accepted, and draws tokens in place of rejected drafts.
 
 Let p be the model's distribution for a token, and let q be the distribution from which the draft d of the token was
 drawn. E and u are the random numbers of `seeded_scores`. u is the random number for the index V, which is not the index

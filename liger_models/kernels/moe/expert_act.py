@@ -16,7 +16,7 @@ EXPERT_ACTIVATIONS = (*ACTIVATIONS, "clamped_swiglu", "relu2")
 
 
 def inputs_of(act: str) -> int:
-    """Return the number of inputs of an activation: gate and up, or only up."""
+    """Return the number of inputs of an activation: 2 for gate and up, or 1 for up alone."""
     return 1 if act == "relu2" else 2
 
 

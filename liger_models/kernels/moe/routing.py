@@ -1,4 +1,4 @@
-"""Routing: chooses each token's experts and computes their weights, both from the router's logits.
+"""Routing: from the router's logits, chooses the experts of each token and computes their weights.
 
 For each token, `Routing` turns the logits l of X experts into scores s, chooses the set T of K experts, and computes
 their weights w in fp32::
@@ -236,7 +236,7 @@ def _best_groups(
 
 @triton.jit
 def _softmax_of_near(logits, free, mine, tolerance):
-    """Return the softmax over the chosen expert and the free experts whose logit is near the largest free logit."""
+    """Return the softmax over the chosen expert and those experts not chosen yet whose logit is near the largest."""
     best = tl.max(tl.where(free, logits, float("-inf")), 1)[:, None]
     far = best - logits > tolerance * tl.maximum(tl.abs(logits), best)  # False beyond the last expert: inf > inf
     e = tl.where((free & (far == 0)) | mine, tl.exp(logits - best), 0.0)

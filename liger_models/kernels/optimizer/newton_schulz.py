@@ -9,8 +9,9 @@ The coefficients are chosen such that small σ grow fast (a steep slope at σ = 
 A σ above 0.002 ends between 0.68 and 1.21. A matrix with more rows than columns is first transposed, because X Xᵀ is
 then the smaller product.
 
-A and b A + c A² are symmetric. `symmetric_product` therefore computes only the tiles on and below the diagonal, and
-stores each tile and its mirror image. Products are accumulated in fp32, and rounded to the dtype of the matrices.
+The matrices A and b A + c A² are symmetric. `symmetric_product` therefore computes only the tiles on and below the
+diagonal, and stores each tile and its mirror image. Products are accumulated in fp32, and rounded to the dtype of the
+matrices.
 
 Source: https://kellerjordan.github.io/posts/muon, https://github.com/nil0x9/flash-muon (symmetric products).
 """

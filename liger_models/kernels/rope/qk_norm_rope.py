@@ -81,9 +81,9 @@ def qk_norm_rope_reference(
 def _heads(chunk, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr):
     """Return three tensors [ROWS, 1] that describe a program's heads.
 
-    The first tensor is the index of the head, where key heads follow the query heads. The second tensor is True if the
-    head exists. The third tensor is the index of the head in the packed row. With WHOLE, the first chunk has all query
-    heads, and the second chunk has all key heads.
+    The first tensor is the index of the head. Key heads are numbered after the query heads. The second tensor is True
+    if the head exists. The third tensor is the index of the head in the packed row. With WHOLE, the first chunk has all
+    query heads, and the second chunk has all key heads.
     """
     H: tl.constexpr = G * GROUP
     # In the packed row, each group consists of its query heads, then its key, then its value.
