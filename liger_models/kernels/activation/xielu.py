@@ -1,4 +1,4 @@
-"""xIELU, an activation with two trained coefficients. Only the input and the coefficients are saved.
+"""xIELU, an activation with two trained coefficients. The forward saves only the input and the coefficients.
 
 With the coefficients p and n, and the constants β and ε, the forward computes in fp32::
 

@@ -17,7 +17,8 @@ PyTorch provides the flash-attention kernels. The kernel of cuDNN runs where it 
 without a window or documents, if the length is a multiple of `CUDNN_STEP`. Otherwise, the variable-length kernel runs.
 The Triton kernels in this file turn o and l into y and l' in place, and compute the sums dz.
 
-q, k, v, y, l' and the sinks are saved. Compared with attention without sinks, only the sinks [H] are saved in addition.
+The forward saves q, k, v, y, l' and the sinks [H]. Attention without sinks saves the same tensors, apart from the
+sinks.
 
 Source: https://arxiv.org/abs/2309.17453, https://arxiv.org/abs/2508.10925.
 """

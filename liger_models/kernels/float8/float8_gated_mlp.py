@@ -16,8 +16,8 @@ In the backward, dh is the gradient of the new residual stream. The steps run in
 For each of N(h), A(u) and du, one kernel computes and rounds the matrix. The unrounded matrices are stored only if a
 recipe or a bias needs them. Weights are rounded in the forward and again in the backward, as in `float8_norm_linear`.
 
-The same tensors are saved as in `gated_mlp`. With one scale per operand, the largest absolute values of N(h), Wgu, A(u)
-and Wd are also saved. With ``recompute``, u is not saved, and large numbers of rows are processed in chunks, as in
+The forward saves the same tensors as `gated_mlp` and, with one scale per operand, the largest absolute values of N(h),
+Wgu, A(u) and Wd. With ``recompute``, u is not saved, and large numbers of rows are processed in chunks, as in
 `gated_mlp`. A recipe with one scale per operand then has one scale for each operand and chunk. This scale is computed
 either from the rows of the chunk alone, or from all rows up to the end of the chunk.
 

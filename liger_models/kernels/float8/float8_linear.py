@@ -16,8 +16,8 @@ If the norm is an RMSNorm, its kernel also rounds the normalized rows, so these 
 recomputes these rows from h. q(W) is not saved: the forward rounds W by rows, and the backward needs W rounded by
 columns.
 
-The same tensors are saved as in `norm_linear`. With one scale per operand, the largest absolute values of N(h) and W
-are also saved.
+The forward saves the same tensors as `norm_linear` and, with one scale per operand, the largest absolute values of N(h)
+and W.
 
 Source: https://arxiv.org/abs/2209.05433 (float8 training), https://arxiv.org/abs/1910.07467 (RMSNorm).
 """

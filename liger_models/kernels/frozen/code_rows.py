@@ -157,10 +157,14 @@ def _several_step(kind: str, tiles: int) -> str:
     the sums of the columns 2 · ``quarter`` and 2 · ``quarter`` + 1 of each tile. A step has four chunks of 64 bytes, or
     two if a lane needs two scales for a chunk.
 
-    The operands are, in this order: the new sums, four for each tile, where the sums of row ``group`` of W come
-    first; the old sums; the addresses of the codes in both rows of W; the address of each row of x; the number of
-    bytes of codes that are left; the same number again for each row of x, or 0 for a row that x does not have; four
-    scales for each row of W; the address from `fill`.
+    The operands are, in this order::
+
+        new sums      four for each tile, where the sums of row ``group`` of W come first
+        old sums      as many
+        addresses     of the codes in both rows of W, then of each row of x
+        bytes left    of codes, then the same number again for each row of x, or 0 for a row that x does not have
+        scales        four for each row of W
+        table         the address from `fill`
     """
     per, sums = 2 if kind == "two_scales" else 1, 4 * tiles
     chunks, codes, left, scales = 4 // per, 2 * sums, 2 * sums + tiles + 2, 2 * sums + 2 * tiles + 3
@@ -199,13 +203,20 @@ def _several_step(kind: str, tiles: int) -> str:
 def _single_step(kind: str, *, whole: bool) -> str:
     """Return PTX that multiplies 512 bytes of eight rows of W by a single row of x.
 
-    A lane has 16 contiguous bytes of each row of W. If 16 contiguous bytes would have two scales, a lane instead has 8
-    bytes of each half of the 512 bytes. With ``whole``, either all lanes of a warp have bytes, or none of them do.
+    A lane has 16 contiguous bytes of each row of W. With the kind "two_scales", a lane instead has 8 bytes from each
+    half of the 512 bytes, because 16 contiguous bytes may have two scales. With ``whole``, either all lanes of a warp
+    have bytes, or none of them do.
 
-    The operands are: the new sums of the eight rows (in each group, only the lane that holds the diagonal has valid
-    sums); the old sums; the address of the codes in the first row; the distance between rows; the address of x; the
-    number of bytes that are left; whether the lane's group is odd; one or two scales for each row; and the address from
-    `fill`.
+    The operands are, in this order::
+
+        new sums      one for each of the eight rows; in each group, only the lane with the diagonal has valid sums
+        old sums      as many
+        codes         the address of the codes in the first row, and the distance between rows
+        x             the address of x
+        bytes left    the number of bytes that are left
+        odd           whether the lane's group is odd
+        scales        one or two for each row
+        table         the address from `fill`
     """
     chunks, words = (2, 2) if kind == "two_scales" else (1, 4)
     size, rows = 4 * words, ROW_TILE  # bytes of a chunk

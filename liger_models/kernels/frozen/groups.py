@@ -110,9 +110,13 @@ def load_pieces(code_ptr, pieces, NUMBERS: tl.constexpr, PIECES: tl.constexpr, L
     """Load the codes of PIECES pieces [PIECES, 1]. A piece is an integer that holds NUMBERS codes, which share a scale.
 
     Each thread has whole pieces, and neighboring threads have neighboring pieces. Threads therefore exchange nothing,
-    and together they read and write contiguous memory. The results are: the index of the program's first piece; the
-    index of each piece in the program; the index of each piece in the weight, in int64 if LARGE; whether the weight has
-    this piece; and the codes.
+    and together they read and write contiguous memory. The results are::
+
+        first     index of the program's first piece
+        lane      index of each piece among the program's pieces
+        piece     index of each piece in the weight, in int64 if LARGE
+        inside    whether the weight has this piece
+        codes     the codes of each piece
     """
     # Without the hint, a thread would load several neighboring pieces at once.
     lane = tl.max_contiguous(tl.arange(0, PIECES), 1)

@@ -68,11 +68,16 @@ def _step(kind: str, columns: int) -> str:
     are multiplied. The lane holds the sums of the columns 2 · ``quarter`` and 2 · ``quarter`` + 1. The codes of a block
     are held by two lanes, or by four lanes if ``columns`` is 8.
 
-    $0 to $3 are the new sums, and $4 to $7 are the old sums. In each of the two lists, the sums of row ``group`` come
-    first. $8 and $9 are the addresses of the codes of the two rows, and $10 is the address of x. $11 is the number of
-    blocks of codes from these addresses on, and $12 is the number of blocks of x from its address on. $13 selects the
-    codes by which x is multiplied; -1 selects no codes. $14 to $17 are two scales for each of the two rows, and $18 is
-    the address from `fill`.
+    The operands are::
+
+        $0 to $3      new sums; the sums of row ``group`` come first
+        $4 to $7      old sums, in the same order
+        $8, $9        addresses of the codes of the two rows
+        $10           address of x
+        $11, $12      number of blocks of codes and of x from these addresses on
+        $13           selects the codes by which x is multiplied; -1 selects no codes
+        $14 to $17    two scales for each of the two rows
+        $18           address from `fill`
     """
     slots, lanes = 8 // columns, 4 if columns == 8 else 2
     loads, words, numbers = max(slots * lanes // 4, 1), 8 // lanes, 32 // lanes

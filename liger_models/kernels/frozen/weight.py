@@ -214,7 +214,7 @@ class Format:
         return []
 
     def tensors_like(self, shape: Sequence[int], dtype: torch.dtype) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        """Return the name, shape and dtype of each tensor that stores a weight [O, C] or [X, O, C] in ``dtype``."""
+        """Return the name, shape and dtype of each tensor that stores a weight [O, C] or [X, O, C] of this dtype."""
         raise NotImplementedError
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:

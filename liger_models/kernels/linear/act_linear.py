@@ -1,4 +1,4 @@
-"""An activation followed by a linear layer. The activation's input is saved, but not the activation's output.
+"""An activation followed by a linear layer. The forward saves the input of the activation, but not its output.
 
 The forward computes the activation in fp32::
 
@@ -15,8 +15,8 @@ In the backward, the kernel that computes dx also recomputes ``a`` from x::
     relu2        act(x) = max(x, 0)²                     act'(x) = 2 · max(x, 0)
     xielu        see xielu.py; its coefficients also have gradients
 
-x and W are saved. If ``a`` were saved, too, memory for F more elements per token would be needed, where F is the width
-of x.
+The forward saves x and W. If ``a`` were saved, too, memory for F more elements per token would be needed, where F is
+the width of x.
 
 Source: https://arxiv.org/abs/1606.08415, relu2 https://arxiv.org/abs/2109.08668.
 """

@@ -33,8 +33,8 @@ gates and ups. The y of a rank is then one term of a sum over the ranks. dn is s
 applied. With ``ranks.sequence_parallel``, each rank also has its own tokens. N(h) is then gathered before the products
 with Wgu and du, and dn is reduce-scattered. y covers all tokens, but h covers only the rank's own tokens.
 
-`_forward_rows` and `_backward_rows` compute the formulas above. `_forward_chunks` and `_backward_chunks` call these two
-functions for each chunk.
+`_forward_rows` and `_backward_rows` compute the formulas above. For each chunk, `_forward_chunks` calls
+`_forward_rows`, and `_backward_chunks` calls `_backward_rows`.
 
 Source: https://arxiv.org/abs/2002.05202; recomputation as in https://arxiv.org/abs/2205.05198.
 """

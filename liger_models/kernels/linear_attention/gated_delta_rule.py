@@ -30,8 +30,8 @@ If several value heads share a key head, one program sums over these value heads
 E ∘ dX Dᵀ. Two other kernels compute the terms with S and dS. They also multiply the sums from the first kernel by K̂
 and Q̂, and add these products to the terms. The operands of products are in the dtype of q, k and v, and the products
 are summed in fp32. The state and the decay are in fp32. The matrix products from which the inverse A is computed have
-errors of at most 2⁻¹⁶. The inputs and A are saved, where A has the dtype of the inputs. The backward recomputes P, S
-and D.
+errors of at most 2⁻¹⁶. The forward saves the inputs, and A in the dtype of the inputs. The backward recomputes P, S and
+D.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 
@@ -174,7 +174,8 @@ class DeltaRule:
     def prepare(self, need_p: bool, inverse: Tensor | None = None) -> tuple[Tensor, ...]:
         """Compute A, P, the running sums of g, and further tensors that `scan` and `differentiate` need.
 
-        In every result, the first dimension is the heads. ``inverse`` is A if A is already known, and otherwise None.
+        The first dimension of every result has one entry per head. ``inverse`` is A if A is already known, and
+        otherwise None.
         """
         raise NotImplementedError
 

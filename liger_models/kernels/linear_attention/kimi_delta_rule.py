@@ -36,7 +36,7 @@ of a chunk are::
 The sums over pairs are computed level by level, like P. A pair of tokens contributes two terms to dG, one for each
 token. The two terms must cancel in the gradient of every g that precedes the pair, so both are computed from the same
 rounded numbers. The operands of products are in the dtype of q, k and v, and the products are summed in fp32. The state
-and the decay are in fp32. The inputs and A are saved, where A has the dtype of the inputs. The backward recomputes
+and the decay are in fp32. The forward saves the inputs, and A in the dtype of the inputs. The backward recomputes
 everything else.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.

@@ -10,10 +10,10 @@ The backward recomputes p. Let dp = dy · σ(p) · (1 + p · (1 − σ(p))), or 
 
     dx_t = Σ_j w_j · dp_{t + K − 1 − j},   dw_j = Σ_t dp_t · x_{t − K + 1 + j},   dbias = Σ_t dp_t
 
-The sums include only tokens of the same document. x, the weight, the bias and the initial state are saved. A program
-goes through consecutive tokens of some channels and keeps the last inputs in registers, so that each input is read
-once. The gradients of weight and bias are summed in fp32: each program writes a partial sum, and `sum_partials` adds
-the partial sums.
+The sums include only tokens of the same document. The forward saves x, the weight, the bias and the initial state. A
+program goes through consecutive tokens of some channels and keeps the last inputs in registers, so that each input is
+read once. The gradients of weight and bias are summed in fp32: each program writes a partial sum, and `sum_partials`
+adds the partial sums.
 
 For one token without gradients, as in decoding, a separate kernel computes the output and the state.
 """

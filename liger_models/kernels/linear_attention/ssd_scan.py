@@ -29,7 +29,7 @@ Every decay from a token before k to token k or to a later token contains the de
 therefore a sum over all these decays, in fp32. The diagonal of M has no decay and is left out of this sum. The operands
 of products are in the dtype of x, and the products are summed in fp32. If a group has more than `MOST_HEADS` heads, the
 heads are split among several programs, each of which sums dB and dC over its heads. A final sum in fp32 adds the
-results of the programs. Only the inputs are saved.
+results of the programs. The forward saves only the inputs.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 

@@ -16,7 +16,7 @@ Terms of ``kl`` and ``kl_log`` are 0 where p is 0, and infinite where q is 0 and
 
 For a scalar loss, the forward kernel reads both tensors once, sums the terms of each block of a row, and writes the
 gradient in the dtype of the student. For unreduced terms and in compiled graphs, the gradient is computed in the
-backward, which reads both tensors again. The inputs and, for a scalar loss, the gradient are saved.
+backward, which reads both tensors again. The forward saves the inputs and, for a scalar loss, the gradient.
 
 Source: https://arxiv.org/abs/1503.02531, generalized JSD https://arxiv.org/abs/2306.13649, tvd
 https://arxiv.org/abs/2307.15190.

@@ -1,8 +1,8 @@
 """Per-token cross entropy of a student and its divergence from a teacher, computed from all logits.
 
 The formulas are in the docstring of `divergence.py`. The forward reads the logits of both models twice. The backward
-reads the logits once, and computes the sum of the gradients of both losses. The inputs and six numbers per row are
-saved.
+reads the logits once, and computes the sum of the gradients of both losses. The forward saves the inputs and six
+numbers per row.
 """
 
 import torch

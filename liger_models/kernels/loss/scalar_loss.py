@@ -187,9 +187,9 @@ def scalar_loss_backward(saved: ScalarLossSaved, needs: HeadNeeds, upstream: Any
 class HandOver(torch.autograd.Function):
     """Runs the op of a scalar loss outside compiled graphs. The backward scales the gradients in place.
 
-    The op is called as ``op(*inputs)``, and the first ``tensors`` inputs are tensors. The op returns the loss, other
-    results without a gradient, one gradient for each input in ``indices``, and a scale by which the gradients must
-    still be multiplied. The gradient of an input that needs no gradient may be any tensor.
+    The op is called as ``op(*inputs)``. ``tensors`` is the number of inputs that are tensors, which come first. The op
+    returns the loss, other results without a gradient, one gradient for each input in ``indices``, and a scale by which
+    the gradients must still be multiplied. The gradient of an input that needs no gradient may be any tensor.
 
     A second backward (``retain_graph``) runs the op again, because the first backward has scaled and returned the
     gradients. A second derivative (``create_graph``) raises an error.

@@ -125,7 +125,7 @@ def store_row(
 ):  # fmt: skip
     """Add the bias to ROWS sums for one row of x, and store the sums. With an ACT, also store act(gate) · up.
 
-    ``first`` is the index of the first sum, which is even if there is an ACT.
+    ``first`` is the index of the first sum. With an ACT, ``first`` is even.
     """
     row = first + tl.arange(0, ROWS)
     if HAS_BIAS:

@@ -30,8 +30,8 @@ grouped products of their own, and the backward recomputes A_e · r_j and A_e ·
     dB_e = Σ_j du_j ⊗ (A_e · r_j),   dA_e = Σ_j (B_eᵀ · du_j) ⊗ r_j     gate and up
     dB_e = Σ_j d_j ⊗ (A_e · p_j),    dA_e = Σ_j (B_eᵀ · d_j) ⊗ p_j      down
 
-The inputs r_j and A(u_j) of low-rank terms may have dropout. Only the seed of the dropout is saved, from which the
-backward generates the same random numbers.
+The inputs r_j and A(u_j) of low-rank terms may have dropout. Of the dropout, the forward saves only the seed, from
+which the backward generates the same random numbers.
 
 Frozen matrices may be quantized (`FrozenWeight`). The matrices of a projection are dequantized right before each
 product, and freed after the product. A backward that recomputes u dequantizes gate and up only once, for both u and dx.

@@ -27,7 +27,7 @@ expert, let R be the set of experts that are not chosen yet, and let m be the la
     w_k = scale · softmax over A (l)[T_k]
     dl = Σ_k dw_k · w_k · ([x = T_k] − softmax over A (l)_x)
 
-The logits and T are saved.
+The forward saves the logits and T.
 
 Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2412.19437 (groups and bias),
 https://arxiv.org/abs/2409.12136 (sparsemixer), https://arxiv.org/abs/2510.11370 (routing replay).

@@ -16,9 +16,9 @@ With the gate first, let n = u · r(u) and v = dy · w::
 
 Without a weight, there is no norm: y = cast(x · a), dx = dy · a, and dgate = dy · x · a'.
 
-x, the gate and the weight are saved, and the backward recomputes r. dw is summed in fp32: each program writes a partial
-sum, and `sum_partials` adds the partial sums. If the groups of a token have different weights, each program processes
-rows of only one group.
+The forward saves x, the gate and the weight, and the backward recomputes r. dw is summed in fp32: each program writes a
+partial sum, and `sum_partials` adds the partial sums. If the groups of a token have different weights, each program
+processes rows of only one group.
 """
 
 from collections.abc import Callable

@@ -11,8 +11,9 @@ In the backward, let g = dy · w, and let dh be the gradient of the new residual
 
     dx = r · (g − mean(g) − n · mean(g · n)) + dh,   dw = Σ_rows dy · n,   db = Σ_rows dy
 
-h is saved in its own dtype, and the statistics [μ, r] of each row in fp32. The forward subtracts the same rounded μ
-that it saves, so that rows recomputed from the statistics are bitwise identical. The kernels are in `row_norm.py`.
+The forward saves h in its own dtype, and the statistics [μ, r] of each row in fp32. The forward subtracts the same
+rounded μ that it saves, so that rows recomputed from the statistics are bitwise identical. The kernels are in
+`row_norm.py`.
 
 Source: https://arxiv.org/abs/1607.06450.
 """

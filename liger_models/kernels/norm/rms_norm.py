@@ -12,7 +12,7 @@ In the backward, let g = dy · (weight_offset + w), and let dh be the gradient o
 
     dx = r · (g − n · mean(g · n)) + dh,   dw = Σ_rows dy · n
 
-h is saved in its own dtype, and r in fp32. The kernels are in `row_norm.py`.
+The forward saves h in its own dtype, and r in fp32. The kernels are in `row_norm.py`.
 
 Source: https://arxiv.org/abs/1910.07467.
 """

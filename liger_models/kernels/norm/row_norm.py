@@ -4,9 +4,9 @@ The formulas are in `rms_norm.py` and `layer_norm.py`. Both norms run the same k
 mean of the row is subtracted first, and a bias may be added. If a launch does not need a pointer, the pointer is None,
 and the kernel is compiled without it.
 
-Two tensors are saved: the norm's input h in its own dtype, and the statistics of each row in fp32. The statistics are r
-for RMSNorm and [μ, r] for LayerNorm. The gradients of weight and bias are summed in fp32: each program writes a partial
-sum of each gradient, and `sum_partials` adds the partial sums.
+The forward saves the norm's input h in its own dtype, and the statistics of each row in fp32. The statistics are r for
+RMSNorm and [μ, r] for LayerNorm. The gradients of weight and bias are summed in fp32: each program writes a partial sum
+of each gradient, and `sum_partials` adds the partial sums.
 
 A norm is described by its weight [C], its bias [C] or None, and the constants
 ``kind, eps, weight_offset, scale_in_fp32``. All functions take these six arguments in this order, which is the order of

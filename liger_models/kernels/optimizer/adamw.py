@@ -258,10 +258,12 @@ def _adamw_kernel(
 ):  # fmt: skip
     """Update BLOCKS blocks of one tensor.
 
-    The table has a row of 12 integers and 8 floats for each tensor. The integers are: the index of the tensor's first
-    program, the number of elements, the stream and the step (0 to 3); the addresses of the parameter, the gradient and
-    both moments (4 to 7); for 8-bit moments, the addresses of both scales and the number of columns (8 to 10); and one
-    unused integer. The floats are `Hyper.factors`.
+    The table has a row of 12 integers and 8 floats for each tensor. The floats are `Hyper.factors`. The integers are::
+
+        0 to 3     index of the tensor's first program, number of elements, stream, and step
+        4 to 7     addresses of the parameter, the gradient and both moments
+        8 to 10    for 8-bit moments, addresses of both scales, and number of columns
+        11         unused
     """
     # Programs are numbered across all tensors. Search for the last tensor whose first program is this program or an
     # earlier one.

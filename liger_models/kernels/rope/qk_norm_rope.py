@@ -14,9 +14,10 @@ In the backward of q, let dz be dq rotated back, and let s = dz · (weight_offse
 
     dx = r · (s − x · r² · mean(s · x)),   dw = Σ dz · n
 
-The packed projection is saved, and the backward recomputes r from it. Attention saves the outputs of this op anyway,
-but the backward cannot use them instead of the packed projection: where a weight is 0, the outputs do not determine n.
-The weight gradients are summed in fp32: each program writes a partial sum, and `sum_partials` adds the partial sums.
+The forward saves the packed projection, from which the backward recomputes r. Attention saves the outputs of this op
+anyway, but the backward cannot use them instead of the packed projection: where a weight is 0, the outputs do not
+determine n. The weight gradients are summed in fp32: each program writes a partial sum, and `sum_partials` adds the
+partial sums.
 
 Source: https://arxiv.org/abs/2010.04245, as in Qwen3 (https://arxiv.org/abs/2505.09388), Gemma 3
 (https://arxiv.org/abs/2503.19786) and OLMo 2 (https://arxiv.org/abs/2501.00656).

@@ -15,8 +15,8 @@ In the backward, let g be dq or dk rotated back::
     s = dv                                for values
     dx = r · (s − x · r² · mean(s · x)),   dw = Σ g · n
 
-The packed projection is saved, and the backward recomputes r from it. The weight gradients are summed in fp32: each
-program writes a partial sum, and `sum_partials` adds the partial sums.
+The forward saves the packed projection, from which the backward recomputes r. The weight gradients are summed in fp32:
+each program writes a partial sum, and `sum_partials` adds the partial sums.
 
 Source: transformers ``models/gemma4``; https://arxiv.org/abs/2010.04245.
 """

@@ -10,9 +10,9 @@ In the half-split order of most Hugging Face checkpoints, a pair consists of the
 ``interleaved`` (GLM), a pair consists of the elements 2i and 2i + 1. Layers without rotation have no tables of cos and
 sin, and only split the packed projection.
 
-The backward is the rotation by the opposite angle, ``dx = rope(dy, cos, −sin)``. No activation is saved. Only the
-tables are saved, and they get no gradient. A table has one entry per pair, so its width is R / 2. The result is rounded
-once, to the dtype of the input.
+The backward is the rotation by the opposite angle, ``dx = rope(dy, cos, −sin)``. No activation is saved. The forward
+saves only the tables, which get no gradient. A table has one entry per pair, so its width is R / 2. The result is
+rounded once, to the dtype of the input.
 
 The packed projection is grouped by KV head. Each group consists of its H / G query heads, then k, then v. In the
 kernels, GROUP is H / G, and x_b, x_t and x_h are the strides of x along batch, tokens and heads.
@@ -230,8 +230,8 @@ def _rope_qkv_kernel(
 def tables(cos: Tensor | None, sin: Tensor | None, stand_in: Tensor) -> tuple[Tensor, Tensor, int, int]:
     """Return ``(cos, sin, batch stride, position stride)``. The strides are the same for both tables.
 
-    The batch stride is 0 if the tables have one row for the whole batch. Without tables, ``stand_in`` is returned
-    instead of each table. The kernel does not read ``stand_in``, because there are no pairs to rotate.
+    The batch stride is 0 if the tables have one row for the whole batch. Without tables, ``stand_in`` is returned in
+    place of both tables. The kernel does not read ``stand_in``, because there are no pairs to rotate.
     """
     if cos is None or sin is None:
         return stand_in, stand_in, 0, 0
