@@ -20,6 +20,6 @@ def printable(text: str) -> str:
 def show_warnings_as_lines() -> None:
     """Make this process pass each later warning through `printable`, and print it as one line.
 
-    The line does not contain the file and the line number.
+    The file and the line number are left out.
     """
     warnings.showwarning = lambda message, *_, **__: print(printable(f"warning: {message}"), file=sys.stderr)

@@ -2,11 +2,11 @@
 
 For each launch, Triton looks for the compiled kernel that fits the arguments. On the host, this search takes as long as
 the rest of the launch. Triton chooses a compiled kernel by these properties: the types of the arguments, the alignment
-of pointers, the blocks of descriptors, the values of constants, and whether an integer is 1 or a multiple of 16.
-`Kernel` keeps each compiled kernel that Triton has chosen under a key. The key consists of the dtypes of the tensors,
-the blocks of descriptors, all integers and constants, and the device. The key thus determines all of these properties
-except alignments. The kept kernels are therefore used only for launches in which all tensors begin at multiples of 16
-bytes.
+of pointers, the block shapes of tensor descriptors, the values of constants, and whether an integer is 1 or a multiple
+of 16. `Kernel` keeps each compiled kernel that Triton has chosen under a key. The key consists of the dtypes of the
+tensors, the block shapes of tensor descriptors, all integers and constants, and the device. The key thus determines all
+of these properties except alignments. The kept kernels are therefore used only for launches in which all tensors begin
+at multiples of 16 bytes.
 
 Triton itself performs all other launches: launches of new kernels, launches on devices other than NVIDIA GPUs, launches
 with tensor subclasses, and launches that hooks observe.

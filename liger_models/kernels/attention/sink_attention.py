@@ -148,7 +148,7 @@ def _bounds(q: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> tuple[Tens
 
 
 def _on_cpu(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int) -> tuple[list[Tensor], Tensor]:
-    """Return q, k and v as [1, H, B · T, D] and an additive mask for the scores, for flash attention on the CPU."""
+    """For flash attention on the CPU, return q, k and v as [1, H, B · T, D], and an additive mask for the scores."""
     B, T, H, _ = q.shape
     heads = [x.reshape(1, B * T, *x.shape[2:]).transpose(1, 2) for x in (q, k, v)]
     visible = _visible(B, T, window or None, cu_seqlens, q.device)

@@ -112,7 +112,7 @@ class Float8Product(Product):
         return round_matrix(plain(normed.to(self.dtype)), self.recipe, amax=self.amax)[0], h, statistics
 
     def normed_again(self, norm: FusedNorm, h: Tensor, statistics: Tensor, *, for_weight: bool) -> Any:
-        """Recompute the normalized rows [N, C], for `forward` or, if ``for_weight``, for the gradient of the weight."""
+        """Recompute the normalized rows [N, C] for `forward` or, with ``for_weight``, for the weight gradient."""
         if for_weight and not self.recipe.rounds_dw:
             return norm.again(h, statistics, self.dtype).view(-1, h.shape[-1])
         if _rounds_itself(norm, h, self.dtype):

@@ -97,7 +97,7 @@ def listed(name: str, first: int, count: int = 4) -> str:
 def _load(name: str, first: int, count: int, at: str, predicate: str = "", cached: str = "") -> str:
     """Return PTX that loads values into ``count`` registers with consecutive numbers.
 
-    If there is a predicate and it is false, the registers are set to 0.
+    If a predicate is given and is false, the registers are set to 0.
     """
     zeros = "".join(f"mov.b32 {name}{first + i}, 0; " for i in range(count)) if predicate else ""
     guard = f"@{predicate} " if predicate else ""
@@ -294,7 +294,7 @@ WHOLE_PRODUCTS, PART_PRODUCTS = (tl.constexpr(_single_step("products", whole=who
 def group_scale(
     scale_ptr, whole_ptr, group, row, inside, SCALES: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Return the scales of groups in fp32. A group's number counts the groups of all earlier rows, too.
+    """Return the scales of groups in fp32. The number of a group also counts the groups of all earlier rows.
 
     ``row`` is the row of each group.
     """

@@ -298,7 +298,7 @@ class Float8Blocks(Format):
         return block_rows(x, codes, scales, width, bias, act, low_rank)
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """Return the number of which the size of a slice must be a multiple.
+        """Return the block size. The size of a slice must be a multiple of the block size.
 
         A slice of columns must consist of whole blocks. A slice of rows may have any size, because each row has its own
         scales.

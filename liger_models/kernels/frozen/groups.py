@@ -391,7 +391,7 @@ class Groups(Format):
         return group_rows(x, codes, scales, whole, self.constants(weight.layout), bias, act, low_rank)
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """Return the number of which the size of a slice must be a multiple.
+        """Return the block size. The size of a slice must be a multiple of the block size.
 
         A slice of columns must consist of whole groups. A slice of rows may have any size.
         """

@@ -12,8 +12,8 @@ For up to `MOST_LOOKUPS` rows of x, a kernel in PTX looks up both numbers of a b
 instruction turns the byte into an address, and the other reads the pair of numbers. The numbers are in the order in
 which the matrix units take them. Shared memory holds each of the 256 pairs 32 times, once in each bank. All lanes of a
 warp can therefore read their pairs in one access, whichever bytes they look up. The matrix units compute products with
-eight columns. If x has more than two rows, each of these columns is a row of x. If x has one or two rows, each column
-holds one block of a row of x, and zeros in place of the other blocks.
+eight columns. If x has more than two rows, each column is a row of x. If x has one or two rows, each column holds one
+block of a row of x, and zeros in place of the other blocks.
 
 If the kernel in PTX does not support the number of rows, the GPU or the dtype, a kernel in plain Triton runs. On NVIDIA
 GPUs from Ampere on, the Triton kernel looks the numbers up in registers.

@@ -270,7 +270,7 @@ class Format:
         return tuple(tensors.values())
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
-        """Return the number of which the size of a slice must be a multiple.
+        """Return the block size. The size of a slice must be a multiple of the block size.
 
         With ``rows``, a slice consists of rows, and its size is its number of elements. Otherwise, a slice consists of
         columns, and its size is its number of columns.

@@ -145,7 +145,7 @@ class Product:
         return norm.forward(x, residual)
 
     def normed_again(self, norm: FusedNorm, h: Tensor, statistics: Tensor, *, for_weight: bool) -> Any:
-        """Recompute the normalized rows [N, C], for `forward` or, if ``for_weight``, for the gradient of the weight."""
+        """Recompute the normalized rows [N, C] for `forward` or, with ``for_weight``, for the weight gradient."""
         return norm.again(h, statistics, self.dtype).view(-1, h.shape[-1])
 
     def forward(self, rows: Any) -> Tensor:

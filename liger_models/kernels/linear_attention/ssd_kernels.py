@@ -318,7 +318,7 @@ def head_gradients_kernel(
     P: tl.constexpr, BLOCK_P: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_D: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """For HEADS heads, compute dx, dδ, partial sums of dD, and the gradients of C_i · B_j, summed over the heads.
+    """For HEADS heads, compute dx, dδ, partial sums of dD, and the gradient of each C_i · B_j, summed over these heads.
 
     A chunk has two tiles of tokens and three programs: one program for each tile, and one for the pairs of tokens in
     different tiles. The decays between tokens depend on the running sums of g, so the kernel also computes what these

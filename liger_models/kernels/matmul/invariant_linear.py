@@ -4,10 +4,10 @@
 
     y = x @ Wᵀ + b                        sums in fp32, one cast at the end
 
-Libraries choose the kernel, its tile shape and the split of a sum based on the number of rows. A row in a batch of 8
-and the same row in a batch of 4096 therefore get results that differ in their last bits. In this layer, one kernel with
-a fixed tile shape computes every result. To compute an element of y, the same instructions always add the products in
-one accumulator, in the order of the columns of x. A tile with too few rows is padded. In plain PyTorch, each row is
+Libraries choose the kernel, the tile shape and the splitting of sums according to the number of rows. A row in a batch
+of 8 and the same row in a batch of 4096 therefore get results that differ in their last bits. In this layer, one kernel
+with a fixed tile shape computes every result. To compute an element of y, the same instructions always add the products
+in one accumulator, in the order of the columns of x. A tile with too few rows is padded. In plain PyTorch, each row is
 copied and multiplied separately.
 
 The backward uses ordinary matrix products, so gradients do depend on the batch::

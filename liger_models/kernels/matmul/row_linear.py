@@ -341,8 +341,8 @@ def _launch_by_row(x: Tensor, weight: Tensor, y: Tensor, low: str = "") -> None:
 def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Launch the kernel for ``x @ Aᵀ``, where rows x [..., K] are contiguous, and return arguments of the kernel for y.
 
-    The next kernel to be launched must be the kernel for y. If x has a single row, the kernel for y may start early.
-    The tensors that this kernel reads before it waits must then already be complete.
+    The next kernel to be launched must be the kernel for y. If x has a single row, the kernel for y may start early. In
+    this case, the tensors that the kernel for y reads before it waits must already be complete.
 
     Returns:
         The arguments ``(x @ Aᵀ, B, R)`` of the kernel for y, and the constants and options of that kernel's launch.

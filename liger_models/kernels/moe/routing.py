@@ -150,7 +150,7 @@ def _scaled(weights: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
 def _mix_one_by_one(logits: Tensor, routing: Routing, given: Tensor | None) -> tuple[Tensor, Tensor]:
     """Choose the experts with the score "sparsemixer".
 
-    Return the weights before they are scaled, and the experts, both [N, K].
+    Return the unscaled weights and the experts, [N, K] each.
     """
     free, weights, experts = logits, [], []
     for k in range(routing.top_k):
