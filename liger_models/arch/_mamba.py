@@ -15,7 +15,7 @@ from liger_models.layers.mamba2 import LigerMamba2, StateDecay
 class MambaHybridConfig(RMSNormDecoderConfig):
     """The config of a decoder with state-space mixers. The mixers' keys in config.json begin with ``mamba_``.
 
-    ``time_step_limit`` holds the smallest and the largest step size; the largest may be left out. If
+    ``time_step_limit`` holds the smallest step size, optionally followed by the largest step size. If
     ``time_step_limit`` is None, step sizes are not limited.
 
     Raises:
@@ -70,7 +70,9 @@ def build_mixer(config: MambaHybridConfig, layer: int, kernels: KernelOptions, *
 
 
 def read_mixer(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``time_step_limit``, where infinity has two spellings, and ``mamba_d_head``, which may be "auto"."""
+    """Read ``time_step_limit``, in which infinity may be written in two ways, and ``mamba_d_head``, which may be
+    "auto".
+    """
     flat = {key: value for key, value in hf.items() if (key, value) != ("mamba_d_head", "auto")}
     return {**flat, "time_step_limit": read_limits(hf.get("time_step_limit"))}
 
@@ -191,6 +193,6 @@ def read_limits(limits: Sequence[Any] | None) -> list[float] | None:
 
 
 def limits_of(limits: list[float] | None) -> tuple[float, float]:
-    """Convert a result of `read_limits` to the smallest and the largest step size."""
+    """Return the smallest and the largest step size for a result of `read_limits`."""
     least, *most = limits or [0.0]
     return least, most[0] if most else math.inf

@@ -33,7 +33,9 @@ def list_archs() -> list[str]:
 
 
 def list_model_types() -> list[str]:
-    """Return the sorted model types of `list_archs` and of models that load without their vision or audio towers."""
+    """Return the sorted model types of `list_archs`, and of further models that load without their vision or audio
+    towers.
+    """
     return sorted([*list_archs(), *LANGUAGE_MODELS])
 
 
@@ -87,7 +89,7 @@ def _plugins() -> EntryPoints:
 
 
 class _AnyFamily(CausalLM):
-    """Loading methods that choose the model class by config.json. This class has no instances."""
+    """Methods that load a model and choose its class by config.json. This class has no instances."""
 
     @classmethod
     def _class_for(cls, hf_config: Mapping[str, Any]) -> type[CausalLM]:  # type: ignore[override]

@@ -2,12 +2,13 @@
 
 Differs from Llama: most layers have a state-space mixer (`LigerMamba2`) instead of attention; ``attn_layer_indices``
 lists the layers with attention. By default, attention rotates half of each head. ``partial_rotary_factor`` in the rope
-parameters sets another fraction; at the top level of config.json, this key has no effect. The loss has no z-loss: a
-``z_loss_coefficient`` other than 0 is reported as an unknown key. For a z-loss, set ``z_loss`` of the loss function.
+parameters sets another fraction; at the top level of config.json, this key has no effect. The model adds no z-loss to
+the loss, and a ``z_loss_coefficient`` other than 0 is reported as an unknown key. For a z-loss, set ``z_loss`` of the
+loss function.
 
 Unlike in transformers, padding does not change the result: for padding tokens, the biases of the projection and of the
 convolution do not enter the state. Without ``position_ids``, new tokens continue the positions of the cached tokens.
-Step sizes are also limited in cached decoding; transformers 5.23 limits them only for whole prompts.
+Step sizes are also limited in cached decoding; transformers 5.23 limits them only while it processes a prompt.
 
 Source: https://huggingface.co/blog/bamba, transformers ``models/bamba``.
 """
@@ -103,7 +104,9 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Invert `from_json`. A rotated fraction other than one half is written to the rope parameters."""
+    """Invert `from_json`. If the fraction of a head that is rotated is not one half, it is written to the rope
+    parameters.
+    """
     out = write_mixer(keys)
     share = out.pop("partial_rotary_factor")
     if share != BambaConfig.partial_rotary_factor:

@@ -1,13 +1,14 @@
 """Falcon-H1 0.5B to 34B: model_type ``falcon_h1``.
 
-Differs from Llama: each layer has a state-space mixer (`LigerMamba2`) and attention side by side. Both read the same
-normalized residual stream. Constants multiply the embeddings, the inputs and outputs of the mixer and of attention, the
-keys, the parts of the mixer's projection, the gate and the output of the MLP, and the logits. As in transformers,
-``inputs_embeds`` that the caller passes are not scaled. Without ``mamba_rms_norm``, the mixer has a gate but no norm.
+Differs from Llama: each layer has a state-space mixer (`LigerMamba2`) and attention side by side. The mixer and
+attention read the same normalized residual stream. Constants multiply the embeddings, the inputs and outputs of the
+mixer and of attention, the keys, the parts of the mixer's projection, the gate and the output of the MLP, and the
+logits. As in transformers, ``inputs_embeds`` that the caller passes are not scaled. Without ``mamba_rms_norm``, the
+mixer has a gate but no norm.
 
 Unlike in transformers, padding does not change the result: for padding tokens, the biases of the projection and of the
 convolution do not enter the state. Step sizes are also limited in cached decoding; transformers 5.23 limits them only
-for whole prompts.
+while it processes a prompt.
 
 Source: https://arxiv.org/abs/2507.22448, transformers ``models/falcon_h1``.
 """
@@ -94,8 +95,8 @@ class FalconH1Block(nn.Module):
     """``u = norm(h); h += s · mixer(u) + a · attention(u); h += mlp(norm(h))``.
 
     The constants ``s`` and ``a`` multiply the outputs of the mixer and of attention. The model has two further
-    constants: ``c`` for the input of attention, and ``κ`` for the keys. They are not applied there but later: the
-    attention scores are multiplied by ``c² · κ``, and the result of attention is multiplied by ``c``.
+    constants: ``c`` for the input of attention, and ``κ`` for the keys. Instead of the input of attention and the keys,
+    this class multiplies the attention scores by ``c² · κ`` and the result of attention by ``c``, with the same effect.
     """
 
     def __init__(self, config: FalconH1Config, layer: int, kernels: KernelOptions) -> None:

@@ -1,9 +1,9 @@
 """GPT-OSS (gpt-oss-20b, gpt-oss-120b): model_type ``gpt_oss``.
 
-Differs from Mixtral: attention has a sink. This is one learned score per head, which takes part in the softmax but
-belongs to no token. Every second layer, starting with the first, has a window. The attention projections, the router
-and the experts have biases. The experts' activation is a clamped SwiGLU. Routing weights are the softmax over the
-logits of the chosen experts. Norms multiply by their weight in fp32.
+Differs from Mixtral: attention has sinks. A sink is one learned score per head, which takes part in the softmax but
+belongs to no token. Every second layer, starting with the first, has an attention window. The attention projections,
+the router and the experts have biases. The experts' activation is a clamped SwiGLU. Routing weights are the softmax
+over the logits of the chosen experts. Norms multiply by their weight in fp32.
 
 The released experts are stored in MXFP4, with four bits per weight. These experts are either converted to bf16 and
 trained, or kept in MXFP4 and frozen.
@@ -74,7 +74,7 @@ class GptOssConfig(RMSNormDecoderConfig):
 
 
 class GptOssAttention(LigerAttention):
-    """`LigerAttention` with a sink per query head, which is an extra score in the softmax."""
+    """`LigerAttention` with a sink for each query head: an extra learned score in the softmax."""
 
     def __init__(self, *sizes: int, **options: Any) -> None:
         super().__init__(*sizes, **options)
@@ -83,8 +83,9 @@ class GptOssAttention(LigerAttention):
 
     @property
     def attention(self) -> AttentionSpec:
-        """See `LigerAttention.attention`. On accelerators, attention with sinks needs a mask, unless the dtype is a
-        half-precision one."""
+        """See `LigerAttention.attention`. On accelerators, attention with sinks works without a mask only in half
+        precision.
+        """
         return super().attention._replace(needs_flash=True)
 
     def draw(self, std: float) -> bool:

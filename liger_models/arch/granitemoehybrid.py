@@ -1,12 +1,13 @@
 """Granite 4.0 (hybrid models with and without experts, and dense models): model_type ``granitemoehybrid``.
 
-Differs from Granite 3: most layers of the models with "h" in their names have a state-space mixer (`LigerMamba2`)
+Differs from Granite 3: in the models with "h" in their names, most layers have a state-space mixer (`LigerMamba2`)
 instead of attention. The MLP is a mixture of experts plus a shared MLP for all tokens, or the shared MLP alone. Queries
-and keys are rotated only if ``position_embedding_type`` is "rope". The four factors are the same as in ``granite``.
+and keys are rotated only if ``position_embedding_type`` is "rope". The embeddings, the attention scores, the outputs of
+the branches and the logits are scaled as in ``granite``.
 
 Unlike in transformers, padding does not change the result: for padding tokens, the biases of the projection and of the
 convolution do not enter the state. Step sizes are also limited in cached decoding; transformers 5.23 limits them only
-for whole prompts.
+while it processes a prompt.
 
 Source: https://www.ibm.com/granite, transformers ``models/granitemoehybrid``.
 """
@@ -101,8 +102,9 @@ class GraniteMoeHybridBlock(nn.Module):
         self.shared_mlp = LigerSwiGLUMLP(config, config.shared_intermediate_size, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Map ``residual + x`` [B, T, C] to ``(x, residual)`` for the next block, and return router logits if the block
-        has experts."""
+        """Run the block on ``residual + x`` [B, T, C]. Return ``(x, residual)`` for the next block, and router logits
+        if the block has experts.
+        """
         mixer, scale = self.self_attn if self.has_attention else self.mamba, self.residual_multiplier
         x, residual = mixer.add_norm(self.input_layernorm, x, residual, layout)
         if self.block_sparse_moe is None:
@@ -135,7 +137,9 @@ class LigerGraniteMoeHybrid(CausalLM):
 
 
 def _map(config: GraniteMoeHybridConfig, experts: tuple[str, str, str]) -> WeightMap:
-    """The weight map of Granite 4, where ``experts`` has the names of the experts' matrices and of the router."""
+    """Return the weight map of Granite 4; ``experts`` has the checkpoint's names of the experts' matrices and of the
+    router.
+    """
     layer = "model.layers.{i}"
     mlps: dict[str, Expression | str] = {}
     if config.num_local_experts > 0:

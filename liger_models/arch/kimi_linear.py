@@ -2,16 +2,16 @@
 
 Differs from DeepSeek V3: most layers have linear attention with the Kimi delta rule (`LigerKimiDeltaAttention`), the
 others have latent attention, and nothing is rotated. The ``qk_rope_head_dim`` columns that DeepSeek rotates still
-exist, as the part of the keys that all heads share. ``linear_attn_config`` has the sizes of linear attention, and lists
-the layers with linear attention and the layers with latent attention. These lists count layers from 1. Files that
+exist: they are the part of the keys that all heads share. ``linear_attn_config`` has the sizes of linear attention, and
+lists the layers with linear attention and the layers with latent attention. These lists count layers from 1. Files that
 transformers 5 writes have ``layer_types`` instead of these lists. Experts are chosen and weighted as in DeepSeek V3.
 The parameters of the decays and the bias of the router stay in fp32.
 
-Unlike in transformers, padding after a prompt does not change the state of linear attention: nothing is added to the
-state, and it does not decay.
+Unlike in transformers, padding after a prompt does not change the linear-attention state: padding adds nothing to the
+state, and the state does not decay at padding.
 
-Some other models have the same model_type, but rotate latent attention, bound their gates from below, or have other
-router functions. The configurations of these models are refused.
+Some other models have the same model_type, but rotate queries and keys in latent attention, bound their gates from
+below, or have other router functions. The configurations of these models are refused.
 
 Source: https://arxiv.org/abs/2510.26692, transformers ``models/kimi_linear``.
 """
@@ -90,7 +90,7 @@ class KimiLinearConfig(LatentDecoderConfig):
 
     @property
     def attention_scale(self) -> float:
-        """Multiplier of q·k. YaRN does not change it, because nothing is rotated."""
+        """Multiplier of q·k. YaRN does not change this multiplier, because nothing is rotated."""
         scale: float = self.head_size**-0.5
         return scale
 
@@ -257,7 +257,8 @@ NUMBERS = {"full_attn_layers": FULL, "kda_layers": LINEAR}
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the layer and MLP types of either file format, and refuse other models that use this ``model_type``.
+    """Read the types of the layers and of their MLPs from either file format, and refuse other models with this
+    ``model_type``.
 
     ``tie_word_embeddings`` is read as false, because transformers ties no weights of this architecture.
 

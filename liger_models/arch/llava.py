@@ -2,10 +2,10 @@
 
 The language model is Llama or Mistral. The vision tower is CLIP, which takes images of one size, or Pixtral's tower,
 which takes images of any size. The language model reads one of the tower's hidden states. ``vision_feature_layer``
-selects it: 0 is the output of the embedding, i is the output of block i, and negative numbers count from the end.
-CLIP's class token is left out if ``vision_feature_select_strategy`` is "default". A plain MLP projects the patches to
-image tokens, which attend only to earlier tokens, like text tokens. The tower's blocks after the selected hidden state
-are loaded and saved, but not run.
+selects this hidden state: 0 is the output of the embedding, i is the output of block i, and negative numbers count from
+the end. CLIP's class token is left out if ``vision_feature_select_strategy`` is "default". A plain MLP projects the
+patches to image tokens, which attend only to earlier tokens, like text tokens. The tower's blocks after the selected
+hidden state are loaded and saved, but not run.
 
 Source: https://arxiv.org/abs/2310.03744, https://arxiv.org/abs/2410.07073, transformers ``models/llava``.
 """
@@ -81,8 +81,9 @@ def weight_map(config: LlavaConfig) -> WeightMap:
 
 
 def other_maps(config: LlavaConfig) -> list[WeightMap]:
-    """Return the weight maps for the other tensor names: those in checkpoints that transformers 5 writes, and those of
-    transformers' modules since version 4.52."""
+    """Return two more weight maps: one for the tensor names in checkpoints that transformers 5 writes, and one for the
+    names of transformers' modules since version 4.52.
+    """
     levels = tower_levels(config)
     return [
         *(llava_map(config, HUB, level) for level in levels[1:]),

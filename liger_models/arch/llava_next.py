@@ -2,8 +2,8 @@
 
 Differs from LLaVA 1.5: an image is resized to fit into one of several canvases, keeping its aspect ratio, and the
 canvas is cut into tiles of the tower's image size. The whole image is also resized to one tile, and its tokens come
-first. The tokens of the other tiles follow, without padding. Their rows run across the whole canvas, and each row ends
-with a learned token.
+first. The tokens of the other tiles follow, without padding. A row of these tokens runs across the whole canvas and
+ends with a learned token.
 
 Source: https://llava-vl.github.io/blog/2024-01-30-llava-next/, transformers ``models/llava_next``.
 """
@@ -107,7 +107,9 @@ class LigerLlavaNext(ImageSizesModel):
     processor_class = LlavaNextProcessor
 
     def images_of(self, pixels: Tensor | None, sizes: Tensor | None) -> tuple[Tensor, ...] | None:
-        """See `ImageSizesModel.images_of`; pixels are [images, tiles, ...], and ``sizes`` are those before resizing."""
+        """See `ImageSizesModel.images_of`. The pixels are [images, tiles, ...], and ``sizes`` holds the sizes of the
+        images before they were resized.
+        """
         if pixels is None or not len(pixels):
             return None
         check_tensors(pixel_values=pixels)
@@ -160,8 +162,9 @@ def weight_map(config: LlavaNextConfig) -> WeightMap:
 
 
 def other_maps(config: LlavaNextConfig) -> list[WeightMap]:
-    """Return the weight maps for the other tensor names: those in checkpoints that transformers 5 writes, and those of
-    transformers' modules since version 4.52."""
+    """Return two more weight maps: one for the tensor names in checkpoints that transformers 5 writes, and one for the
+    names of transformers' modules since version 4.52.
+    """
     shallow, deep = "", tower_levels(config)[0]
     return [_map(config, HUB, shallow), _map(config, MODULES, shallow), _map(config, MODULES, deep)]
 

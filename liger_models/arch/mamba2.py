@@ -7,8 +7,8 @@ as in the kernels of the package mamba_ssm. The residual stream is in the dtype 
 
 Unlike in transformers, padding does not change the result: for padding tokens, the biases of the projection and of the
 convolution do not enter the state. Step sizes are also limited in cached decoding; transformers 5.23 limits them only
-for whole prompts. With ``rescale_prenorm_residual``, transformers 5.23 divides the output projections of a loaded
-checkpoint by the square root of the number of layers; this package leaves them unchanged.
+while it processes a prompt. With ``rescale_prenorm_residual``, transformers 5.23 divides the output projections of a
+loaded checkpoint by the square root of the number of layers; this package leaves them unchanged.
 
 Source: https://arxiv.org/abs/2405.21060, transformers ``models/mamba2``.
 """
@@ -35,7 +35,7 @@ from liger_models.layers.norm import LigerRMSNorm
 class Mamba2Config(BaseConfig):
     """Sizes and constants of a Mamba-2 model.
 
-    ``time_step_limit`` holds the smallest and the largest step size. The largest step size may be left out. If
+    ``time_step_limit`` holds the smallest step size, optionally followed by the largest step size. If
     ``time_step_limit`` is None, step sizes are not limited.
     """
 
@@ -122,7 +122,7 @@ class LigerMamba2ForCausalLM(CausalLM):
 
 
 def mamba2_map(config: Mamba2Config, embedding: str) -> WeightMap:
-    """The weight map of a checkpoint in which ``embedding`` is the name of the embedding."""
+    """Return the weight map of a checkpoint whose token embedding has the name ``embedding``."""
     sizes = config.num_heads, config.head_dim, config.n_groups, config.state_size
     entries: dict[str, Expression | str] = {
         "embed_tokens.weight": f"backbone.{embedding}.weight",
@@ -140,7 +140,7 @@ def mamba2_map(config: Mamba2Config, embedding: str) -> WeightMap:
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read ``time_step_limit``, where infinity may be written in two ways."""
+    """Read ``time_step_limit``, in which infinity may be written in two ways."""
     return {**hf, "time_step_limit": read_limits(hf.get("time_step_limit"))}
 
 

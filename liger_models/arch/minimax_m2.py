@@ -91,7 +91,9 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Accept ``num_experts`` for ``num_local_experts``, and convert ``rotary_dim`` to a fraction of the head."""
+    """Accept ``num_experts`` as another name of ``num_local_experts``, and convert ``rotary_dim`` to the rotated
+    fraction of a head.
+    """
     flat = {"num_local_experts" if key == "num_experts" else key: value for key, value in hf.items()}
     width = flat.pop("rotary_dim", None)
     if width is not None:
@@ -100,7 +102,8 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weight_map(config: MiniMaxM2Config, name: str = "block_sparse_moe", *, fused: bool = False) -> WeightMap:
-    """Maps the parameters of MiniMax M2 to the tensors of a checkpoint; ``name``, ``fused``: see `mixtral_mlps`."""
+    """Maps the parameters of MiniMax M2 to the tensors of a checkpoint; for ``name`` and ``fused``, see `mixtral_mlps`.
+    """
     bias = {"mlp.correction.bias": f"model.layers.{{i}}.{name}.e_score_correction_bias"}
     return decoder_map(
         config,

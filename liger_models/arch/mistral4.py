@@ -4,15 +4,14 @@ Differs from Llama: keys and values are computed from a latent of each token, an
 (`LigerLatentAttention`). Each query is multiplied by ``1 + beta · ln(1 + floor(position / length))``, where ``beta`` is
 ``llama_4_scaling_beta`` and ``length`` is ``original_max_position_embeddings`` of the YaRN scaling. From layer
 ``first_k_dense_replace`` on, the MLP is a mixture of experts plus shared experts. The ``n_shared_experts`` shared
-experts process all tokens; together they are one MLP, whose output is not gated. The score of an expert is the softmax
+experts process all tokens. Together they form one MLP, whose output is not gated. The score of an expert is the softmax
 of its logit. The experts form ``n_group`` groups, and the score of a group is the sum of its two best scores. Experts
 are chosen only from the ``topk_group`` best groups. The routing weights are divided by their sum if ``norm_topk_prob``
 is set, multiplied by ``routed_scaling_factor``, and rounded to the dtype of the logits.
 
-config.json does not say whether YaRN's ``mscale_all_dim`` scales the attention scores. In the parameters that Mistral
-publishes next to the weights, this scaling is off (``apply_scale: false``), but transformers applies it. In this
-package, the field ``scale_by_mscale`` decides: False (the default) follows Mistral's parameters, and True follows
-transformers.
+config.json does not say whether YaRN's ``mscale_all_dim`` scales the attention scores. Mistral publishes parameters
+next to the weights in which this scaling is off (``apply_scale: false``), but transformers scales. In this package, the
+field ``scale_by_mscale`` decides: False (the default) follows Mistral's parameters, and True follows transformers.
 
 ``LigerMistral4.from_pretrained(folder)`` loads the language model of a checkpoint with images (model_type
 ``mistral3``), without the tensors of the vision tower.
@@ -149,7 +148,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
     Move the key of the query scaling from the rope parameters to the top level. Without rope parameters, the defaults
     of the class apply. ``max_position_embeddings`` and ``partial_rotary_factor`` in the rope parameters are dropped,
-    because they follow from other keys.
+    because other keys determine them.
 
     Raises:
         ValueError: the language model of a file with images has another ``model_type``.

@@ -65,7 +65,7 @@ class LigerMixtral(CausalLM):
 
 
 def weight_map(config: MixtralConfig, name: str = "block_sparse_moe", *, fused: bool = False) -> WeightMap:
-    """Maps the parameters of Mixtral to the tensors of a checkpoint; ``name``, ``fused``: see `mixtral_mlps`."""
+    """Maps the parameters of Mixtral to the tensors of a checkpoint; for ``name`` and ``fused``, see `mixtral_mlps`."""
     return decoder_map(config, instead=mixtral_mlps(config, name, fused=fused))
 
 

@@ -177,7 +177,7 @@ class LatentExperts(LigerMoE):
         *,
         router_input: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See `LigerMoE.forward`. ``router_input`` is the input of the router; None stands for ``x``."""
+        """See `LigerMoE.forward`. ``router_input`` is the input of the router, which is ``x`` by default."""
         rows = x if router_input is None else router_input
         return self._mix(x, *self._route(self.gate(rows.reshape(-1, rows.shape[-1])), experts), addend)
 
@@ -225,7 +225,9 @@ class NemotronHMoE(Layer):
         return y, residual, router_logits
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Map x [..., C] to ``(y [..., C], router_logits [N, X])`` for N tokens; ``experts`` is [..., K] or None."""
+        """Return the output [..., C] for x [..., C], and the router logits [N, X] of the N tokens; ``experts`` is [...,
+        K] or None.
+        """
         if not self.has_latents and not torch.is_grad_enabled():  # the kernel that sums experts adds the shared expert
             shared, _ = self.shared_experts.add_norm(None, None, x)
             out: tuple[Tensor, Tensor] = self.experts(x, experts, shared)
@@ -287,8 +289,9 @@ class NemotronHBlock(nn.Module):
         return NemotronHMoE(config, kernels)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Map ``residual + x`` [B, T, C] to ``(x, residual)`` for the next block, and return router logits if the block
-        has experts."""
+        """Run the block on ``residual + x`` [B, T, C]. Return ``(x, residual)`` for the next block, and router logits
+        if the block has experts.
+        """
         options = (layout,) if self.kind in (MAMBA, ATTENTION) else layout.experts if self.kind == MOE else ()
         outputs: tuple[Tensor, ...] = self.mixer.add_norm(self.norm, x, residual, *options)
         return outputs

@@ -2,17 +2,17 @@
 
 Differs from Llama: norms are LayerNorms with bias, and the projections of attention and the head may have biases. The
 MLP of every layer is a mixture of experts, and each token passes through two experts. The router uses the SparseMixer
-method, which chooses the two experts one after the other. The routing weight of each expert comes from a softmax over
-the logits whose relative difference from the largest logit is at most 2 · ``router_jitter_noise``. The routing weights
-of the two experts need not add up to 1. If ``sliding_window`` is set, all layers attend only to the last
-``sliding_window`` tokens. LongRoPE has two sets of divisors for the rotary frequencies: one for texts of up to
-``original_max_position_embeddings`` tokens, and one for longer texts. It also multiplies cos and sin by
-``short_mscale`` or ``long_mscale``, respectively.
+method, which chooses the two experts one after the other. The routing weight of a chosen expert is its probability in a
+softmax over only those logits whose relative difference from the largest logit is at most 2 · ``router_jitter_noise``.
+The routing weights of the two experts need not add up to 1. If ``sliding_window`` is set, all layers attend only to the
+last ``sliding_window`` tokens. LongRoPE has two sets of divisors for the rotary frequencies: one for texts of up to
+``original_max_position_embeddings`` tokens, and one for longer texts. For short and long texts, it also multiplies cos
+and sin by ``short_mscale`` and ``long_mscale``, respectively.
 
 Differs from transformers 5.23: as in the published code, the rotation of long texts uses ``long_factor``; transformers
 uses ``short_factor`` for texts of every length. In training, experts are chosen as in evaluation; transformers samples
-them at random. As in the published code, the input of the experts is multiplied once by the noise that
-``input_jitter_noise`` sets; transformers multiplies twice.
+them at random. As in the published code, the input of the experts is multiplied by random noise
+(``input_jitter_noise``) once; transformers multiplies the input twice.
 
 Source: https://arxiv.org/abs/2404.14219, https://arxiv.org/abs/2409.12136 (sparsemixer), transformers
 ``models/phimoe``.
@@ -137,7 +137,9 @@ def weight_map(config: PhimoeConfig) -> WeightMap:
 
 
 def fused_map(config: PhimoeConfig) -> WeightMap:
-    """The weight map of transformers 5, in which each projection is one tensor for all experts of a layer."""
+    """The weight map for checkpoints of transformers 5, in which one tensor holds the same projection of all experts of
+    a layer.
+    """
     experts = "model.layers.{i}.mlp.experts"
     return _map(config, "mlp.router", *fused_expert_rows(f"{experts}.gate_up_proj", f"{experts}.down_proj"))
 

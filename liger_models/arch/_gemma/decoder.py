@@ -44,7 +44,7 @@ class GemmaDecoder(CappedGemmaModel):
         return embedding
 
     def layout_inputs(self, input_ids: Tensor | None, embeds: Tensor, T: int) -> dict[str, Any]:
-        """Return the second inputs of all blocks, for this rank's share of the tokens."""
+        """For this rank's share of the tokens, return the second inputs of all blocks."""
         if self.per_layer is None:
             return {}
         if input_ids is None:
@@ -81,8 +81,9 @@ class GemmaDecoder(CappedGemmaModel):
         return routed, layout
 
     def stand_ins(self, layout: Any, like: Tensor) -> Any:
-        """See `Decoder.stand_ins`. Empty tensors replace all second inputs, and the keys and values of each layer
-        type."""
+        """See `Decoder.stand_ins`. Uninitialized tensors of the same shapes replace the second inputs of all blocks,
+        and the keys and values of each layer type.
+        """
         config, shape = self.config, like.shape[:2]
         # Shapes differ between layer types. As in `carry`, each type has the keys and values of its last layer.
         width, shared = config.hidden_size_per_layer_input, {}

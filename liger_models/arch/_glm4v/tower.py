@@ -2,8 +2,8 @@
 
 Differs from the tower of Qwen2-VL: patches are normalized after the embedding, which has a bias. Patches have learned
 positions, interpolated bicubically to the grid of the image, in addition to the rotation. Blocks have RMSNorm and a
-gated MLP, whose width is ``out_hidden_size``. A projection merges squares of two by two patches, and a gated MLP of
-width ``intermediate_size`` follows.
+gated MLP, whose width is ``out_hidden_size``. After the blocks, a projection merges squares of two by two patches, and
+a gated MLP of width ``intermediate_size`` follows.
 
 Source: https://arxiv.org/abs/2507.01006, transformers ``models/glm4v``.
 """
@@ -76,8 +76,8 @@ class Glm4vVisionConfig:
 class Glm4vFields:
     """The fields that the configs of GLM-4.1V and GLM-4.5V have in addition to the language model's fields.
 
-    ``video_token_id`` is the placeholder of a whole video in the text. The processor replaces it with the placeholders
-    of the frames, which are image placeholders.
+    ``video_token_id`` is the placeholder of a whole video in the text. The processor replaces this placeholder with
+    image placeholders, which stand for the video's frames.
     """
 
     mrope_section: list[int] = field(default_factory=lambda: [8, 12, 12])

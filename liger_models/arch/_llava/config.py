@@ -113,7 +113,8 @@ class LlavaTextConfig(MistralTextConfig):
 
     @property
     def vision_layers(self) -> int:
-        """Number of tower blocks that run. The last of them is the block whose output the language model reads."""
+        """Number of tower blocks that run. The last of these blocks is the one whose output the language model reads.
+        """
         layer = self.vision_feature_layer
         return layer if layer >= 0 else self.vision_config.num_hidden_layers + 1 + layer
 
@@ -181,8 +182,9 @@ def to_json(keys: Mapping[str, Any], top: tuple[str, ...] = TOP, *, text_ties: b
 
 
 def tower_levels(config: LlavaTextConfig) -> tuple[str, ...]:
-    """The possible parts of tensor names between the tower's prefix and the rest. For CLIP, transformers 5 writes the
-    second of the two parts, the empty string."""
+    """The possible strings between the tower's prefix and the rest of a tensor name. For CLIP there are two;
+    transformers 5 writes the second, which is empty.
+    """
     return (".vision_model", "") if config.vision_config.model_type == CLIP else ("",)
 
 

@@ -20,7 +20,7 @@ IGNORED_KEYS = (
 
 
 class Prefixes(NamedTuple):
-    """The prefixes of a layout of tensor names.
+    """The prefixes that tensor names have in one layout of checkpoints.
 
     Attributes:
         text, tower: prefixes of the language model and of the tower.
@@ -44,7 +44,7 @@ def read_llava(config_class: type[Any], hf: Mapping[str, Any], top: tuple[str, .
     ``vision_config``.
 
     ``image_token_id`` is accepted as another name of ``image_token_index``. If ``tie_word_embeddings`` is missing at
-    the top level, the value in ``text_config`` is used. If it is missing there too, it is false.
+    the top level, the value in ``text_config`` is used, or false if ``text_config`` has no value.
 
     Args:
         config_class: the config class of the model.
@@ -81,6 +81,8 @@ def write_llava(keys: Mapping[str, Any], top: tuple[str, ...], text_type: str, v
 
 
 def mlp_entries(ours: str, theirs: tuple[str, str], *, bias: bool) -> dict[str, Expression | str]:
-    """The entries of a weight map for a `LigerMLP`; ``theirs`` has the names of its two layers in the checkpoint."""
+    """Return the entries of a weight map for a `LigerMLP`; ``theirs`` has the checkpoint's names of the MLP's two
+    layers.
+    """
     kinds = ("weight", "bias") if bias else ("weight",)
     return {f"{ours}.fc{i}.{k}": f"{name}.{k}" for i, name in enumerate(theirs, 1) for k in kinds}

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def side_of(settings: Mapping[str, Any], key: str, *names: str) -> int | None:
     """Read a size from preprocessor_config.json. The size is a number, or a mapping whose keys are some of ``names``.
 
-    The result is None if the size is missing, or if the values under these keys differ.
+    The result is None if the size is missing, or if the mapping has different values.
     """
     value = settings.get(key)
     if isinstance(value, Mapping):
@@ -104,10 +104,11 @@ class LlavaProcessor(ImageProcessor):
 
     @classmethod
     def of(cls, model: CausalLM) -> Any:
-        """Build a model's processor from its checkpoint's settings. For Pixtral's tower, it is a `PixtralProcessor`.
+        """Build a model's processor from its checkpoint's settings. The result is a `PixtralProcessor` if the tower is
+        Pixtral's.
 
-        The number of tokens per image follows from the model. The processor's files have a copy of this number, which
-        is not read.
+        The number of tokens per image is computed from the model's config. The copy of this number in the processor's
+        files is not read.
 
         Raises:
             ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholder, or the

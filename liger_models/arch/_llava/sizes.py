@@ -13,7 +13,7 @@ from liger_models.layers.patches import count_torn
 
 
 class ImageSizesModel(ImageTokenModel):
-    """A model that takes images that are padded to one size, and the size of each image without its padding."""
+    """A model whose inputs are images padded to one size, together with the size of each image without the padding."""
 
     image_inputs = ("pixel_values", "image_sizes")
     prompt_inputs: ClassVar[tuple[str, ...]] = ("pixel_values", "image_sizes")
@@ -92,7 +92,7 @@ class ImageSizesModel(ImageTokenModel):
     def check_images(
         self, input_ids: Tensor, places: Tensor, images: tuple[Tensor, ...] | None, cu_seqlens: Tensor | None
     ) -> None:
-        """See `ImageTokenModel.check_images`; the tokens in each row of an image must be contiguous."""
+        """See `ImageTokenModel.check_images`. In addition, the tokens in each row of an image must be contiguous."""
         grid = input_ids.new_zeros(0, 2) if images is None else self.grids(images).to(input_ids)
         sizes = grid.prod(1)
         # Copy all numbers together, so that the host waits for the device only once.

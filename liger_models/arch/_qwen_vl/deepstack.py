@@ -1,9 +1,9 @@
 """The vision tower of Qwen3-VL (dense and MoE), which turns patches into image tokens and DeepStack features.
 
-Differs from the tower of Qwen2-VL: the patch embedding has a bias. Patches have learned positions, interpolated to the
-grid of the image, in addition to the rotation. The tower also has DeepStack: the outputs of some blocks are merged into
-features of the image tokens, and these features are added to the residual stream after the first blocks of the language
-model.
+Differs from the tower of Qwen2-VL: the patch embedding has a bias. In addition to the rotation, patches have learned
+positions, which are interpolated to the grid of the image. The tower also has DeepStack: the outputs of some blocks are
+merged into features of the image tokens, and these features are added to the residual stream after the first blocks of
+the language model.
 
 Source: https://arxiv.org/abs/2511.21631, https://arxiv.org/abs/2406.04334, transformers ``models/qwen3_vl``.
 """
@@ -58,7 +58,9 @@ class Qwen3VLVisionConfig:
 
 
 def check_decoder(config: Any) -> None:
-    """Raise ValueError unless the width of the tower's tokens and the DeepStack levels fit the language model."""
+    """Raise ValueError if the width of the tower's tokens or the number of DeepStack levels does not fit the language
+    model.
+    """
     check_token_width(config, "out_hidden_size")
     indexes = config.vision_config.deepstack_visual_indexes
     if len(indexes) > config.num_hidden_layers:

@@ -49,7 +49,7 @@ class MRopeModel(GridImageModel):
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Compute positions in time, height and width, [3, B, T] int64; see `mrope_positions`.
+        """Compute the positions [3, B, T] int64 of tokens in time, height and width; see `mrope_positions`.
 
         Args:
             input_ids: [B, T] int64.
@@ -133,7 +133,9 @@ class MRopeModel(GridImageModel):
         return positions + before
 
     def prompt_positions(self, prompts: Tensor, mask: Tensor | None, new: int, inputs: dict[str, Any]) -> Tensor:
-        """See `Decoder.prompt_positions`. If there are images or videos, positions are in time, height and width."""
+        """See `Decoder.prompt_positions`. If there are images or videos, each token has positions in time, height and
+        width.
+        """
         grids = inputs.get("image_grid_thw"), inputs.get("video_grid_thw")
         if all(grid is None for grid in grids):
             return super().prompt_positions(prompts, mask, new, inputs)

@@ -29,7 +29,7 @@ def read_multimodal(config_class: type[Any], hf: Mapping[str, Any], top: Collect
 
     Keys of the language model move from ``text_config`` to the top level, where older files have them.
     ``mrope_section`` moves from the rope parameters to the top level, and the tower's rope parameters move to the top
-    level of ``vision_config``. If a family has no interleaved rotary frequencies, ``tie_word_embeddings`` is also read
+    level of ``vision_config``. In families without interleaved rotary frequencies, ``tie_word_embeddings`` is also read
     from ``text_config``.
 
     Args:
@@ -137,7 +137,9 @@ def qwen3_vl_map(config: Any, text: str, visual: str, mlp: Mapping[str, Any] | N
 
 
 def qwen3_vl_tower(vision: Any, visual: str) -> tuple[dict[str, Expression | str], dict[str, range]]:
-    """Return `decoder_map`'s arguments ``also`` and ``over`` for Qwen3-VL's tower with the name prefix ``visual``."""
+    """Return `decoder_map`'s arguments ``also`` and ``over`` for Qwen3-VL's tower; the names of its tensors begin with
+    ``visual``.
+    """
     # "{b}" is the index of a block, and "{d}" is the index of a merger that computes DeepStack features.
     mlp = {f"{fc}.{k}": f"{visual}.blocks.{{b}}.mlp.linear_{fc}.{k}" for fc in ("fc1", "fc2") for k in PARAMETERS}
     parts = {"norm": "norm", "mlp.fc1": "linear_fc1", "mlp.fc2": "linear_fc2"}

@@ -83,7 +83,7 @@ class QwenVLImages:
     """Turns images or videos into patches.
 
     As in transformers, images are resized by Pillow, and video frames are resized by torch, which is the only library
-    that the video processors of transformers support. For noisy pictures, the pixel values from Pillow and from torch
+    that the video processors of transformers support. For noisy pictures, Pillow and torch produce pixel values that
     differ by a few of 256 levels.
 
     Args:
@@ -239,13 +239,12 @@ class QwenVLImages:
             )
 
     def bounds(self) -> dict[str, Any]:
-        """Return the bounds of the area in the form of settings, under every name by which some version of transformers
-        reads them."""
+        """Return the bounds of the area as settings, under all names by which versions of transformers read them."""
         bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         return bounds | {"size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}}
 
     def _most_pixels(self, count: int) -> int:
-        """Return the largest area that an image or ``count`` video frames may have.
+        """Return the largest area, in pixels, that an image or ``count`` video frames may have.
 
         If ``cap_pixels_per_frame`` is set, the frames of a video share a budget of tokens.
         """
@@ -441,7 +440,9 @@ class QwenVLProcessor(Processor):
 
     @property
     def media_tokens(self) -> tuple[str, ...]:
-        """See `Processor.media_tokens`. The second token represents parts of a video."""
+        """See `Processor.media_tokens`. The first token stands for parts of an image, and the second for parts of a
+        video.
+        """
         return self.image_token, self.video_token
 
     def written(self, size: MediaSize) -> tuple[str, int]:
@@ -485,8 +486,8 @@ class QwenVLProcessor(Processor):
         return out
 
     def _timed(self, frame: str, numbers: Sequence[int], rate: float) -> str:
-        """Return the text that stands for a video. For each group of frames that share patches, it contains a
-        timestamp, followed by ``frame``.
+        """Return the text that stands for a video. The text consists of a timestamp and ``frame`` for each group of
+        frames that share patches.
 
         The timestamp is the mean of the times of the group's first and last frame.
         """

@@ -23,7 +23,8 @@ PARAMETERS = ("weight", "bias")
 
 
 def check_tower(config: Any, width: str, activations: tuple[str, ...] = PLAIN_ACTIVATIONS) -> None:
-    """Raise ValueError unless the heads can be rotated by row and column, and the tower supports the activation.
+    """Raise ValueError if the heads can't be rotated by row and column, or if the tower does not support the
+    activation.
 
     Args:
         config: sizes of the tower.
@@ -40,7 +41,9 @@ def check_tower(config: Any, width: str, activations: tuple[str, ...] = PLAIN_AC
 
 
 def check_token_width(config: Any, width: str) -> None:
-    """Raise ValueError unless the ``vision_config`` field that ``width`` names equals the model's ``hidden_size``."""
+    """Raise ValueError if the field of ``vision_config`` with the name ``width`` differs from the model's
+    ``hidden_size``.
+    """
     size = getattr(config.vision_config, width)
     if size != config.hidden_size:
         raise ValueError(

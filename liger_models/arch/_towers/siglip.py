@@ -90,7 +90,7 @@ class SiglipTower(nn.Module):
         self.post_layernorm = norm()
 
     def positions(self, rows: int) -> Tensor:
-        """Return position embeddings [patches, C] of an image with ``rows`` rows and ``rows`` columns of patches."""
+        """Return the position embeddings [patches, C] of a square image with ``rows`` rows and columns of patches."""
         return local(self.pos_embed.weight)
 
     def run_blocks(self, pixels: Tensor) -> Tensor:

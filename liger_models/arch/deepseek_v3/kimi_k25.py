@@ -2,7 +2,7 @@
 
 The language model has the architecture of DeepSeek V3. The vision tower is not implemented: its tensors are kept in
 host memory and saved unchanged, and images are refused. The released checkpoint stores routed experts in INT4 with
-groups of 32 values. This format cannot be read, so decompress the checkpoint to bfloat16 first.
+groups of 32 values. This package can't read this format, so decompress the checkpoint to bfloat16 before you load it.
 
 In the tensor names of the language model, transformers 5 writes ``blocks`` instead of ``layers``. Checkpoints with
 either name can be read.

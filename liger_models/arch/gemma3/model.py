@@ -1,8 +1,9 @@
 """Gemma 3 with images (4B, 12B, 27B) and MedGemma: model_type ``gemma3``.
 
 The language model is ``gemma3_text``, except that the tokens of an image attend to each other in both directions. The
-vision tower is SigLIP, which has learned positions and takes images of one size. Its blocks are pre-norm with LayerNorm
-and biases, and nothing is rotated. The tower's output is averaged over squares of patches, normalized and projected.
+vision tower is SigLIP, which has learned positions and takes images of one size. The tower's blocks are pre-norm, with
+LayerNorm and biases, and do not rotate queries and keys. The tower's output is averaged over squares of patches,
+normalized and projected.
 
 Source: https://arxiv.org/abs/2503.19786, https://arxiv.org/abs/2303.15343, transformers ``models/gemma3``.
 """
@@ -84,8 +85,8 @@ def weight_map(config: Gemma3Config) -> WeightMap:
 def other_maps(config: Gemma3Config) -> list[WeightMap]:
     """Return the other layouts of tensor names that can be read.
 
-    There are three such layouts: the checkpoints that transformers 5 writes for newly created models, the modules of
-    transformers 5, and the checkpoints that transformers 4.52 to 4.57 write.
+    There are three such layouts: the layout of checkpoints that transformers 5 writes for newly created models, the
+    layout of the modules of transformers 5, and the layout of checkpoints that transformers 4.52 to 4.57 write.
     """
     return [
         _map(config, "language_model.model", "vision_tower", "", "language_model.lm_head.weight"),

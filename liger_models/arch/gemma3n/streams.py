@@ -1,8 +1,8 @@
-"""AltUp and LAuReL: the residual streams of Gemma 3n, and the low-rank branch of its blocks.
+"""AltUp, the residual streams of Gemma 3n, and LAuReL, the low-rank branch of its blocks.
 
-A block runs on one stream. Before the block, all streams are predicted, each as a mixture of all streams; the block
-runs on one of the predictions. After the block, each prediction is corrected by the difference between the block's
-output and the block's input.
+A block runs on one stream. Before the block, a prediction of each stream is computed as a mixture of all streams; the
+block runs on one of the predictions. After the block, each prediction is corrected by the difference between the
+block's output and the block's input.
 
 Source: https://arxiv.org/abs/2301.13310 (AltUp), https://arxiv.org/abs/2411.07501 (LAuReL).
 """
@@ -50,7 +50,7 @@ class Streams(Layer):
         return {}
 
     def split(self, embeds: Tensor) -> Tensor:
-        """Return all streams except the first, [n − 1, B, T, C]. The embeddings [B, T, C] are the first stream."""
+        """The embeddings [B, T, C] are the first stream; return the other streams [n − 1, B, T, C]."""
         # The gradient of the root of 0 is infinite, so the magnitude of padding, whose embedding is 0, is raised to a
         # number above 0.
         target = magnitude(embeds, torch.finfo(torch.float32).tiny)
@@ -105,7 +105,7 @@ class AltUp(Layer):
         return True
 
     def predict(self, streams: Tensor) -> Tensor:
-        """Predict the streams after the block, [n, B, T, C]. The first predicted stream is the block's input."""
+        """Return the predicted streams [n, B, T, C]. The first of them is the block's input."""
         weights = self._coefficients(self.prediction, streams[0]).unflatten(-1, (self.streams, self.streams))
         return torch.einsum("btij,jbtc->ibtc", weights, streams) + streams
 

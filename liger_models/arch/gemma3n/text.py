@@ -7,11 +7,11 @@ is replaced by ``max(0, g − m − s · Φ⁻¹(p))``, where ``m`` and ``s`` ar
 token's gates, ``p`` is the sparsity, and ``Φ`` is the normal distribution function. A second token embedding gives each
 block a second input, which is added to the other streams. Norms multiply by their weight, and values are normalized
 without a weight. Attention scores are not scaled. Every fifth layer has no window. The last ``num_kv_shared_layers``
-layers compute no keys and values. Each of these layers uses the keys and values of an earlier layer: the last layer of
-the same type that computes its own.
+layers compute no keys and values. Instead, each of these layers uses the keys and values of the last earlier layer of
+the same type that computes keys and values.
 
-``inputs_embeds`` must be rows of the embedding, because the second embedding needs their ids. transformers, in
-contrast, ignores the second embedding if a caller passes ``inputs_embeds``.
+Each vector in ``inputs_embeds`` must be a row of the embedding, because the second embedding needs the id of the row.
+transformers, in contrast, ignores the second embedding if a caller passes ``inputs_embeds``.
 
 Source: https://ai.google.dev/gemma/docs/gemma-3n, transformers ``models/gemma3n``.
 """
@@ -175,7 +175,7 @@ class SparseMLP(GatedMLP):
         return call_linear(self.down_proj, F.gelu(sparse, approximate="tanh") * up)
 
     def _mean(self, x: Tensor) -> Tensor:
-        """Return the mean over the gates of all ranks, [..., 1]; x [..., F / R] holds the gates of this rank."""
+        """Return the mean [..., 1] over the gates of all ranks; x [..., F / R] holds the gates of this rank."""
         group = ranks_of(self.gate_up_proj)
         if group is None:
             return x.mean(-1, keepdim=True)
@@ -188,7 +188,7 @@ class SparseMLP(GatedMLP):
 class Gemma3nBlock(nn.Module):
     """``a = (h + norm(attention(norm(h))) + laurel(norm(h))) / sqrt(2); a += norm(mlp(norm(a)))`` on one stream.
 
-    The stream ``h`` is predicted from all streams, and the result ``a`` is used to correct all streams. The per-layer
+    The stream ``h`` is predicted from all streams, and the output ``a`` is used to correct all streams. The per-layer
     branch then reads the corrected first stream, and the output of this branch is added to the other streams.
     """
 

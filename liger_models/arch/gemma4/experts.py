@@ -51,7 +51,9 @@ class Gemma4Router(Layer):
     def forward(
         self, x: Tensor, route: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Map x [B, T, C] to ``(weights [N, K], experts [N, K], logits [N, X])`` for N tokens."""
+        """For x [B, T, C] with N tokens, return the routing weights [N, K], the chosen experts [N, K] and the logits
+        [N, X].
+        """
         # The norm of the stream is fused with the projection. The logits are scaled before the softmax.
         logits, _ = add_norm_linear(self.norm, self.proj, None, x)
         weights, experts, logits = route(logits.flatten(0, -2) * x.shape[-1] ** -0.5)
@@ -78,5 +80,7 @@ class Gemma4Experts(LigerMoE):
         self.gate = Gemma4Router(config, norm)
 
     def forward(self, x: Tensor, experts: Tensor | None = None, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Map x [B, T, C], routed by ``stream`` [B, T, C], to ``(y [B, T, C], router_logits [N, X])`` for N tokens."""
+        """Run the experts on x [B, T, C]. The router reads ``stream`` [B, T, C]. Return the output [B, T, C], and the
+        router logits [N, X] of the N tokens.
+        """
         return self._mix(x, *self.gate(x if stream is None else stream, partial(self._route, experts=experts)))

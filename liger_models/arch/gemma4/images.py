@@ -126,8 +126,9 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
         return input_ids.masked_fill(places | self._refused(input_ids), max(self.config.pad_token_id or 0, 0))
 
     def _refused(self, input_ids: Tensor) -> Tensor:
-        """Return which tokens are placeholders of audio or videos, [B, T] bool. Prompts with such tokens are
-        refused."""
+        """Return a mask [B, T] bool of the tokens that are placeholders of audio or videos. Prompts with such tokens
+        are refused.
+        """
         refused: Tensor = (input_ids == self.config.audio_token_id) | (input_ids == self.config.video_token_id)
         return refused
 

@@ -1,10 +1,10 @@
 """The vision tower of Gemma 4, which turns patches into image tokens.
 
-Images keep their aspect ratio. A patch has a learned position for its column and another one for its row, and queries
-and keys are rotated by column and row. Blocks have norms before and after attention and MLP; queries, keys and values
-are also normalized. In E2B and E4B, the inputs and outputs of linear layers are clipped. The outputs of the last block
-are averaged over squares of patches and multiplied by sqrt(C). In 26B-A4B and 31B, the means are then standardized. A
-norm and a projection follow.
+Images keep their aspect ratio. A patch has a learned position for its column and another for its row, and queries and
+keys are rotated by column and row. Blocks have norms before and after attention and MLP; queries, keys and values are
+also normalized. In E2B and E4B, the inputs and outputs of linear layers are clipped. The outputs of the last block are
+averaged over squares of patches and multiplied by sqrt(C). In 26B-A4B and 31B, the results are then standardized. A
+norm and a projection turn them into image tokens.
 
 Source: transformers ``models/gemma4``.
 """
@@ -279,8 +279,9 @@ class Gemma4Tower(nn.Module):
         return projected.flatten(0, 1)[padding.flatten().int().argsort(stable=True)]
 
     def _pooled(self, seen: Tensor, coordinates: Tensor, valid: Tensor) -> Tensor:
-        """Return the mean over each square of patches times sqrt(C). The result is fp32, because fp16 might
-        overflow."""
+        """Return, for each square of patches, the mean of the patches multiplied by sqrt(C). The result is fp32,
+        because fp16 might overflow.
+        """
         (column, row), tokens = coordinates.unbind(-1), coordinates.shape[1] // self.pool**2
         # Number of squares in a row of the image, [n, 1]; padding has column 0.
         across = column.amax(1, keepdim=True) // self.pool + 1

@@ -1,7 +1,7 @@
 """Gemma 4 Unified with images (12B): model_type ``gemma4_unified``.
 
 The language model is ``gemma4_unified_text``. There is no vision tower. Instead, the pixels of a large patch are
-normalized and projected, and the learned positions of the patch's column and row are added. The sum is normalized and
+normalized and projected, and the learned embeddings of the patch's column and row are added. The sum is normalized and
 projected to an image token.
 
 Source: transformers ``models/gemma4_unified``.
@@ -61,7 +61,7 @@ class Gemma4UnifiedVisionConfig:
 
     @property
     def position_embedding_size(self) -> int:
-        """Largest number of columns and rows of an image."""
+        """Largest number of patches along the width, and along the height, of an image."""
         return self.mm_posemb_size
 
 

@@ -78,7 +78,7 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _retyped(keys: Mapping[str, Any], old: str, new: Mapping[str, str]) -> dict[str, Any]:
-    """Replace the type of the rope scaling, unless ``alpha`` is missing, 0 or null."""
+    """Replace the type of the rope scaling if ``alpha`` is given and is neither 0 nor null."""
     changed = dict(keys)
     for name in ("rope_scaling", "rope_parameters"):
         rope = keys.get(name)

@@ -1,12 +1,13 @@
 """Idefics3 (8B) and SmolVLM (256M, 500M, 2.2B): model_type ``idefics3``. SmolVLM2 has model_type ``smolvlm``.
 
 ``idefics3`` and ``smolvlm`` are two model types with the same architecture. The language model is Llama. An image is
-cut into square tiles, and a small copy of the whole image is added. The vision tower is SigLIP; the features of each
-square of ``scale_factor`` x ``scale_factor`` patches are concatenated and projected to one image token.
+cut into square tiles, and a small copy of the whole image is added as one more tile. The vision tower is SigLIP; the
+features of each square of ``scale_factor`` x ``scale_factor`` patches are concatenated and projected to one image
+token.
 
 transformers takes every tile whose pixels are all exactly 0 for padding and removes it, so an image of a single color
-can vanish. In this package, ``pixel_attention_mask`` decides which tiles are padding. Only without this mask does a
-tile count as padding if its pixels are all 0.
+can vanish. In this package, ``pixel_attention_mask`` decides which tiles are padding. If this mask is missing, a tile
+whose pixels are all 0 counts as padding.
 
 Source: https://arxiv.org/abs/2408.12637, https://arxiv.org/abs/2504.05299, transformers ``models/idefics3``.
 """
@@ -100,7 +101,7 @@ class Idefics3Model(TileModel):
         return tiles[real]
 
     def tokens_of(self, pixels: Tensor | None) -> int:
-        """See `EqualImageModel.tokens_of`. The size of tiles may differ from the size in the config."""
+        """See `EqualImageModel.tokens_of`. The tiles may have another size than the config says."""
         if pixels is None:
             return super().tokens_of(None)
         return int(pixels.shape[-1] // self.config.vision_config.patch_size // self.config.scale_factor) ** 2
@@ -108,8 +109,9 @@ class Idefics3Model(TileModel):
     def image_features(  # type: ignore[override]
         self, pixel_values: Tensor, pixel_attention_mask: Tensor | None = None
     ) -> Tensor | tuple[Tensor, ...]:
-        """Return the image tokens [tiles, tokens, C]. For pixels [B, M, ...], return one tensor [tokens, C] for each
-        row instead."""
+        """Return the image tokens [tiles, tokens, C]. If the pixels are [B, M, ...], return one tensor [tokens, C] for
+        each of the B rows instead.
+        """
         tiles = self._tiles(pixel_values, pixel_attention_mask)
         assert tiles is not None
         tokens: Tensor = self.visual(tiles).unflatten(0, (len(tiles), -1))

@@ -33,7 +33,7 @@ AROUND, GLOBAL, VIDEO = "<fake_token_around_image>", "<global-img>", "<video>"
 
 
 def scaled(width: int, height: int, longest: int) -> tuple[int, int]:
-    """Return an image's width and height after it is scaled up or down to a longer side of ``longest`` pixels."""
+    """Return the width and height of an image after its longer side has been scaled to ``longest`` pixels."""
     ratio = width / height
     # The shorter side is rounded down and then up to an even number.
     if width >= height:
@@ -99,8 +99,9 @@ class Idefics3Images(ImageConverter):
         return {"size": {"longest_edge": self.longest_edge}, "do_image_splitting": self.splits}
 
     def grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return the numbers of columns and rows of tiles for an image of the given width and height; (0, 0) if it is
-        not cut."""
+        """Return the numbers of columns and rows of tiles for an image of the given width and height, or (0, 0) if the
+        image is not cut.
+        """
         if not self.splits:
             return 0, 0
         columns, rows = whole_tiles(*scaled(*size, self.longest_edge), self.side)

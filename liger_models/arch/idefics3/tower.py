@@ -80,8 +80,8 @@ class Idefics3Tower(SiglipTower):
     def positions(self, rows: int) -> Tensor:
         """See `SiglipTower.positions`.
 
-        As in transformers, patches are assigned to learned positions by buckets: the learned positions form a square
-        grid, and each side of a tile is split into as many buckets as this grid has rows.
+        The learned positions form a square grid. As in transformers, each side of a tile is split into as many buckets
+        as this grid has rows, and a patch gets the learned position of its two buckets.
         """
         table = local(self.pos_embed.weight)
         boundaries = torch.arange(1 / self.side, 1.0, 1 / self.side, device=table.device)

@@ -152,7 +152,7 @@ class InternVLConfig(RMSNormDecoderConfig):
 
     @property
     def projection_biases(self) -> tuple[bool, bool]:
-        """Two results: whether the q, k and v projections have biases, and whether the output projection has one."""
+        """Whether the q, k and v projections have biases, and whether the output projection has a bias."""
         return (True, False) if self.text_type == "qwen2" else (self.attention_bias, self.attention_bias)
 
     def window(self, layer: int) -> int | None:

@@ -71,8 +71,9 @@ class Lfm2Block(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Map ``residual + x`` [B, T, C] to ``(x, residual)`` for the next block, and return router logits if the block
-        has experts."""
+        """Run the block on ``residual + x`` [B, T, C]. Return ``(x, residual)`` for the next block, and router logits
+        if the block has experts.
+        """
         operator = self.self_attn if self.has_attention else self.conv
         x, residual = operator.add_norm(self.operator_norm, x, residual, layout)
         outputs: tuple[Tensor, ...] = self.feed_forward.add_norm(self.ffn_norm, x, residual, *layout.experts)
@@ -108,7 +109,9 @@ def lfm2_map(
     layer, conv, full = (f"{theirs}.{{{index}}}" for index in ("i", "conv", "full"))
 
     def by_unit(name: str) -> Expression:
-        """Group the rows of the projections to ``B``, ``C`` and ``x`` by unit; see `LigerGatedConv.units_of`."""
+        """Reorder the rows of the projections to ``B``, ``C`` and ``x`` so that each unit's rows are adjacent; see
+        `LigerGatedConv.units_of`.
+        """
         parts = dict.fromkeys(("B", "C", "x"), config.hidden_size)
         rows = Rearrange("(u n) three ... -> (u three n) ...", Stack(list(parts), dim=1), u=units, three=3)
         return Split(name, 0, parts, rows)

@@ -88,7 +88,9 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the older names of two settings, which transformers prefers, and drop keys unknown to transformers."""
+    """Write two settings under their older names too, because transformers prefers these names. Drop keys that
+    transformers does not know.
+    """
     known = {key: value for key, value in keys.items() if key not in ("attention_dropout", "hidden_act")}
     return {**known, "tie_embedding": keys["tie_word_embeddings"], "block_ff_dim": keys["intermediate_size"]}
 

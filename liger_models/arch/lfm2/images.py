@@ -116,7 +116,7 @@ class LigerLfm2Vl(Lfm2Model, ImageTokenModel):
     def check_images(
         self, input_ids: Tensor, places: Tensor, images: tuple[Tensor, ...] | None, cu_seqlens: Tensor | None
     ) -> None:
-        """See `ImageTokenModel.check_images`; the tokens of a tile must be contiguous."""
+        """See `ImageTokenModel.check_images`. In addition, the tokens of a tile must be contiguous."""
         sizes = input_ids.new_zeros(0) if images is None else self.token_counts(images).to(input_ids)
         # Copy all numbers together, so that the host waits for the device only once.
         numbers = torch.stack([places.sum(), sizes.sum(), count_torn(places, sizes, sizes, cu_seqlens)])
@@ -191,7 +191,9 @@ def weight_map(config: Lfm2VlConfig) -> WeightMap:
 
 
 def other_maps(config: Lfm2VlConfig) -> list[WeightMap]:
-    """The weight map for the tensor names of transformers 5's modules, where the tower's names have one level fewer."""
+    """The weight map for the tensor names of transformers 5's modules, in which the tower's names lack
+    ``vision_model``.
+    """
     return [_map(config, "model.vision_tower")]
 
 

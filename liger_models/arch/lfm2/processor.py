@@ -1,6 +1,6 @@
 """The processor of LFM2-VL, which turns text and images into model inputs.
 
-Pillow resizes the images, as in the other families. In transformers, torchvision resizes them. Some pixel values
+As in the other families, Pillow resizes the images, whereas torchvision resizes them in transformers. Some pixel values
 therefore differ from those of transformers by one of 256 levels.
 
 Source: transformers ``image_processing_lfm2_vl.py``, ``processing_lfm2_vl.py``.

@@ -1,7 +1,8 @@
 """Llama 4 with images (Scout, Maverick), Llama Guard 4: model_type ``llama4``.
 
-The language model is ``llama4_text``. An image is cut into tiles. In the text, a tile is a run of placeholders, which
-the tile's image tokens replace. Image tokens attend only to earlier tokens, like all other tokens.
+The language model is ``llama4_text``. An image is cut into tiles. In the text, a run of placeholders stands for a tile,
+and the tile's image tokens replace these placeholders. Image tokens attend only to earlier tokens, like all other
+tokens.
 
 The vision tower computes each tile separately. Patches have learned position embeddings. Queries and keys are rotated
 according to the patch's column and row. The class token is the last token of a tile, and is dropped after the pre-norm

@@ -6,17 +6,19 @@ k. If ``use_qk_norm`` is set, the layers with chunks also normalize each head of
 weight. Every fourth layer attends to all earlier tokens and does not rotate q and k. If ``attn_temperature_tuning`` is
 set, the layers without rotation multiply the query at position ``p`` by ``1 + attn_scale · ln(1 + floor((p + 1) /
 floor_scale))``. ``no_rope_layers`` has an entry for each layer. Despite the name of this list, the entry 1 means that
-the layer rotates q and k. An empty list, as in released files, means the default.
+the layer rotates q and k. If the list is empty, as in released files, the default applies.
 
-``moe_layers`` lists the layers whose MLP is a mixture of experts. Without this list, these are the layers i for which i
-+ 1 is a multiple of ``interleave_moe_layer_step``. The input of an expert is multiplied by the sigmoid of the expert's
+``moe_layers`` lists the layers whose MLP is a mixture of experts. If the list is missing, layer i has experts if i + 1
+is a multiple of ``interleave_moe_layer_step``. The input of an expert is multiplied by the sigmoid of the expert's
 logit. A shared expert processes all tokens, and its output is added to the output of the chosen experts.
 ``intermediate_size`` is the width of an expert, and ``intermediate_size_mlp`` is the width of a dense MLP.
 
-Queries are scaled by the same positions as in the rotation (``position_ids``). transformers instead counts cached and
-new tokens. This count includes the left padding of a prompt, so in transformers, padding changes the generated tokens.
+Queries are scaled by the same positions as in the rotation (``position_ids``). transformers instead numbers the cached
+and new tokens in order. It also numbers the left padding of a prompt, so in transformers, padding changes the generated
+tokens.
 
-If ``attention_chunk_size`` is null, as in Llama Guard 4, no layer has chunks. transformers can't run such a file.
+If ``attention_chunk_size`` is null, as in Llama Guard 4, no layer has chunks. transformers can't run a model with this
+setting.
 
 Source: https://github.com/meta-llama/llama-models, https://arxiv.org/abs/2501.19399 (scaled queries), transformers
 ``models/llama4``.
@@ -189,8 +191,9 @@ class Llama4Block(nn.Module):
             self.feed_forward = GatedMLP(config.hidden_size, config.intermediate_size_mlp, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Map ``residual + x`` [B, T, C] to ``(x, residual)`` for the next block, and return router logits if the block
-        has experts."""
+        """Run the block on ``residual + x`` [B, T, C]. Return ``(x, residual)`` for the next block, and router logits
+        if the block has experts.
+        """
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.feed_forward.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 
@@ -221,7 +224,7 @@ IGNORED_KEYS = (
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Convert ``attn_temperature_tuning``, which may be a number, to a bool, and an empty ``no_rope_layers`` to None.
 
-    If ``moe_layers`` is empty, the sizes of the mixtures of experts have no effect, and sizes of 0 are ignored.
+    If ``moe_layers`` is empty, the sizes of the experts have no effect, so a size of 0 is accepted.
     """
     if hf.get("moe_layers") == []:
         hf = {key: value for key, value in hf.items() if value != 0 or key not in OF_MIXTURES}

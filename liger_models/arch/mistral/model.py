@@ -1,9 +1,10 @@
 """Mistral 7B, Mistral Nemo, Mistral Small (text), Codestral (``mistral``), and Ministral (``ministral``).
 
-Differs from Llama: all layers attend only to the last ``sliding_window`` tokens, and there are no biases. In v0.1, and
-if the key is missing, ``sliding_window`` is 4096. In later releases, it is null, which means no window. If config.json
-has ``layer_types``, only layers of type ``sliding_attention`` have the window. Both model types are read in the same
-way. The released Ministral-8B has model_type ``mistral``, and Ministral 3 is a different architecture (``ministral3``).
+Differs from Llama: all layers attend only to the last ``sliding_window`` tokens, and there are no biases.
+``sliding_window`` is 4096 in v0.1, and also if config.json lacks the key. In later releases, it is null, which means no
+window. If config.json has ``layer_types``, only layers of type ``sliding_attention`` have the window. Both model types
+are read in the same way. The released Ministral-8B has model_type ``mistral``, and Ministral 3 is a different
+architecture (``ministral3``).
 
 Source: https://arxiv.org/abs/2310.06825, https://mistral.ai/news/ministraux, transformers ``models/mistral``,
 ``models/ministral``.

@@ -53,7 +53,7 @@ class ImageStates:
         cache: DecodeCache | None,
         groups: ParallelGroups,
     ) -> "ImageStates":
-        """Build the states from masks over tokens and tiles.
+        """Build the states from two masks that relate tokens to tiles.
 
         As in transformers, a token that sees no tile attends to all tiles of its document, if the document has images.
 
@@ -92,9 +92,8 @@ class CrossLayout(BatchLayout):
 def tiles_seen(here: Tensor, images: Tensor, tiles: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Find the tiles that each token attends to.
 
-    A token attends to the used tiles of the last image before it. If further images directly precede that image, the
-    token attends to their used tiles as well. An image's placeholder is itself one of the tokens that attend to the
-    image.
+    A token attends to the used tiles of the last image before it. If further images directly precede this last image,
+    the token attends to their used tiles as well. An image's placeholder also attends to the image.
 
     Args:
         here: [B, T] bool, whether each token is a placeholder; each image has one placeholder.
@@ -197,8 +196,8 @@ class LigerCrossAttention(Layer):
         return {"q_proj.weight": 0, "k_proj.weight": 0, "v_proj.weight": 0, "o_proj.weight": 1}
 
     def shard_tokens(self, group: Group) -> None:
-        """Give each of R ranks T / R tokens outside attention, and all T tokens with 1 / R of the heads inside
-        attention.
+        """Divide the tokens among R ranks. Outside attention, each rank has T / R tokens. Inside attention, it has all
+        T tokens and 1 / R of the heads.
 
         Raises:
             ValueError: the number of KV heads is not a multiple of the number of ranks.

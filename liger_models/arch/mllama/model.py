@@ -2,14 +2,15 @@
 
 The language model is Llama, except that some layers have attention to the images instead of attention to the text.
 These cross-attention layers normalize queries and keys, do not rotate them, and scale their output by gates that are
-initially 0. For text without images, these layers are skipped. In the text, an image is a single placeholder token.
-Later tokens attend to the last image before them. If further images directly precede that image, the tokens attend to
-these images too.
+initially 0. For text without images, these layers are skipped. In the text, an image is a single placeholder token. A
+text token attends to the last image before it. If further images directly precede this last image, the token attends to
+them too.
 
 The vision tower splits an image into up to four tiles. Each tile has a class token. Patches have two kinds of learned
 positions, mixed by a gate: positions within a tile, and positions that also depend on where the tile is in the image.
-Pre-norm blocks, in which the tiles of an image attend to each other, are followed by blocks with gates. The image
-tokens are the outputs of the tower and of some of its earlier blocks, concatenated along the feature dimension.
+The tower first runs pre-norm blocks, in which the tiles of an image attend to each other, and then blocks with gates.
+The image tokens are the outputs of the tower and of some of its earlier blocks, concatenated along the feature
+dimension.
 
 Source: https://arxiv.org/abs/2407.21783, transformers ``models/mllama``.
 """
@@ -83,7 +84,7 @@ class MllamaCrossBlock(Layer):
         return {}
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True, because `shard` already handles the gradients."""
+        """Return True, because `shard` already arranges the sum of the gates' gradients over the ranks."""
         return True
 
     def reset_parameters(self) -> None:
@@ -238,8 +239,9 @@ class LigerMllama(VisionLanguageModel):
         return ImageStates.build(tokens, seen, in_document, vision.tokens_per_tile, cache, self.groups)
 
     def _cached(self, new: Tensor | None, cache: DecodeCache | None) -> ImageStates | None:
-        """Build the `ImageStates` of new tokens [B, T, ...] whose images are already in the cache; None if no images
-        are cached."""
+        """Return the `ImageStates` of new tokens [B, T, ...] whose images are already in the cache, or None if no
+        images are cached.
+        """
         if cache is None or IMAGES_SEEN not in cache.extra or new is None:
             return None
         seen, in_document = (
@@ -250,8 +252,9 @@ class LigerMllama(VisionLanguageModel):
         )
 
     def _nothing(self, here: Tensor) -> ImageStates:
-        """Run the tower on zeros, which no token attends to. This is necessary because all ranks must gather the
-        tower's weights together."""
+        """Run the tower on an image of zeros that no token attends to. A rank without images must do this, because all
+        ranks gather the tower's weights together.
+        """
         vision, device = self.config.vision_config, here.device
         size = (vision.max_num_tiles, vision.num_channels, vision.image_size, vision.image_size)
         used = torch.ones(1, vision.max_num_tiles, dtype=torch.bool, device=device)
@@ -264,7 +267,9 @@ class LigerMllama(VisionLanguageModel):
         )  # fmt: skip
 
     def _check_images(self, here: Tensor, pixels: Tensor | None, ratios: Tensor | None) -> int:
-        """Return the number of images; raise ValueError if the placeholders do not fit. The host waits once."""
+        """Return the number of images; raise ValueError if it differs from the number of placeholders. The host waits
+        for the device once.
+        """
         if pixels is None or ratios is None:
             count = int(here.sum())
             if count != 0:

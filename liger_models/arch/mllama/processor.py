@@ -96,7 +96,9 @@ class MllamaImages:
         return f"MllamaImages(side={self.side}, max_tiles={self.max_tiles})"
 
     def __call__(self, source: "Source") -> tuple[Tensor, int]:
-        """Return an image's tiles [max_tiles, 3, side, side] fp32, and 1 + the index of its arrangement."""
+        """Return an image's tiles [max_tiles, 3, side, side] fp32, and the number of its arrangement of tiles, counted
+        from 1.
+        """
         image = read_image(source)
         width, height = image.size
         ratio = choose_tiles(height, width, self.ratios, self.side)
@@ -193,7 +195,7 @@ class MllamaProcessor(Processor):
         fps: Sequence[float] = (),
         bounds: Sequence[Sequence[int | None]] = (),
     ) -> dict[str, Tensor]:
-        """See `Processor.pixels`; each result has one row, [1, M, ...], even if there are no images."""
+        """See `Processor.pixels`. The results are [1, M, ...] for M images; M may be 0."""
         pairs = [self.images(image) for image in images]
         empty = torch.zeros(0, self.images.max_tiles, 3, self.images.side, self.images.side)
         return {
@@ -202,8 +204,9 @@ class MllamaProcessor(Processor):
         }
 
     def _begun(self, text: str) -> list[Edit]:
-        """Return the edit that inserts ``bos`` at the beginning of a text, after any placeholders there; [] if the text
-        has ``bos``."""
+        """Return the edit that inserts ``bos`` at the beginning of a text, after any placeholders there. The result is
+        [] if the text already has ``bos``.
+        """
         rest = text
         while rest.startswith(self.image):
             rest = rest[len(self.image) :]

@@ -1,7 +1,7 @@
 """The vision tower of Llama 3.2 Vision, which turns tiles of images into image tokens.
 
-Blocks over all tiles of an image are followed by blocks with gates. The outputs of the tower and of some of its earlier
-blocks are concatenated along the features of each token.
+The tower first runs blocks in which all tiles of an image attend to each other, and then blocks with gates. The output
+of the tower and the outputs of some earlier blocks are concatenated along the feature dimension.
 """
 
 from functools import partial
@@ -152,7 +152,7 @@ class MllamaTower(nn.Module):
     def _layout(self, used: Tensor) -> BatchLayout:
         """Return a layout in which the tokens of all used tiles of an image attend to all tokens of the image.
 
-        Padding tokens, and the tokens of unused tiles, attend only to tokens of used tiles.
+        The tokens of unused tiles, and padding tokens, attend only to the tokens of used tiles.
         """
         P = self.config.tokens_per_tile
         tiles = used.shape[1]

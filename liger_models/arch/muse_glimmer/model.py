@@ -2,11 +2,12 @@
 
 The language model differs from Llama: each branch has a norm before it and a norm after it. The norms of the branches
 multiply by 1 + weight. The norms after the branches have a separate epsilon. Each head of q and k is normalized without
-a weight, and q is multiplied by ``qk_scale_factor``. Instead of q, this package multiplies the scale of the attention
-scores by this factor. The output of attention is multiplied by the sigmoid of a gate before the output projection.
-Every fourth layer, counted back from the last layer, attends to all tokens and does not rotate q and k. The other
-layers attend only to the last ``sliding_window`` tokens. Token embeddings are normalized without a weight;
-``inputs_embeds`` that the caller passes are not normalized. Logits are multiplied by ``output_multiplier`` and capped.
+a weight, and q is multiplied by ``qk_scale_factor``. This package applies ``qk_scale_factor`` to the scale of the
+attention scores instead, with the same effect. The output of attention is multiplied by the sigmoid of a gate before
+the output projection. Every fourth layer, counted back from the last layer, attends to all tokens and does not rotate q
+and k. The other layers attend only to the last ``sliding_window`` tokens. Token embeddings are normalized without a
+weight; ``inputs_embeds`` that the caller passes are not normalized. Logits are multiplied by ``output_multiplier`` and
+capped.
 
 The vision tower has LayerNorms, biases, learned positions that are interpolated to the grid of the image, and rotation
 by column and row. Most of its layers attend within windows of patches. Image tokens are ordinary tokens of the text:
@@ -252,7 +253,9 @@ def weight_map(config: MuseGlimmerConfig) -> WeightMap:
 
 
 def _gated_qkv_rows(config: MuseGlimmerConfig, theirs: str) -> Expression:
-    """Return the packed projection of `LigerGatedAttention`: for each KV head, queries, their gates, key and value."""
+    """Return the rows of the packed projection of `LigerGatedAttention`: for each KV head, the queries, their gates,
+    the key and the value.
+    """
     G, D = config.kv_heads, config.head_size
     names = [f"{theirs}.{part}_proj.weight" for part in ("q", "gate", "k", "v")]
     queries = config.num_attention_heads // G * D

@@ -23,7 +23,8 @@ BLOCK_EPS = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class MuseGlimmerVisionConfig:
-    """Sizes of the vision tower. A window has as many rows and columns of patches as the grid of learned positions.
+    """Sizes of the vision tower. An attention window has as many rows and columns of patches as the grid of learned
+    positions.
 
     Raises:
         ValueError: the width is not a multiple of 4 times the number of heads, the grid of learned positions is not

@@ -2,16 +2,17 @@
 
 The language model is Gemma, or Gemma 2 in PaliGemma 2. The vision tower is SigLIP, and a linear layer projects each of
 its patches to an image token. The prefix of a document consists of all tokens before the answer: the images, the BOS
-token, and the question. The tokens of the prefix attend to each other in both directions. This holds in all layers,
-even beyond a layer's attention window. The tokens of the answer attend to all tokens before them, as in every decoder.
+token, and the question. The tokens of the prefix attend to each other in both directions. They do so in all layers,
+even if they are further apart than a layer's attention window. The tokens of the answer attend to all tokens before
+them, as in every decoder.
 
-``token_type_ids`` are 0 in the prefix and 1 after it. If there are no ``token_type_ids``, the batch has no padding, and
-attention is "sdpa", transformers lets all tokens of a row attend to each other, so that tokens see even their own
-labels. In this package, if ``token_type_ids`` are missing, the prefix of a document ends before its first label.
+``token_type_ids`` are 0 in the prefix and 1 after it. transformers lets all tokens of a row attend to each other if
+there are no ``token_type_ids``, the batch has no padding, and attention is "sdpa". In this case, a token sees even its
+own label. In this package, if ``token_type_ids`` are missing, the prefix of a document ends before its first label.
 Without labels, the forward is causal, and the prompts of ``generate`` are prefixes.
 
-Positions start at 1 in transformers and at 0 in this package. This does not change the result, because attention
-depends only on differences between positions.
+Positions start at 1 in transformers and at 0 in this package. The result is the same, because attention depends only on
+differences between positions.
 
 Source: https://arxiv.org/abs/2407.07726, https://arxiv.org/abs/2412.03555, transformers ``models/paligemma``.
 """
@@ -152,7 +153,8 @@ def find_prefix(
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | None:
-    """Return which tokens belong to the prefix of their document, [B, T] bool; None if no token does.
+    """Return a mask [B, T] bool of the tokens that belong to the prefix of their document, or None if there are no such
+    tokens.
 
     Args:
         shape: (B, T).
@@ -215,8 +217,9 @@ def weight_map(config: PaliGemmaConfig) -> WeightMap:
 
 
 def other_maps(config: PaliGemmaConfig) -> list[WeightMap]:
-    """Return the weight maps for the other tensor names: those in checkpoints that transformers 5 writes, and those of
-    transformers' modules since version 4.52."""
+    """Return two more weight maps: one for the tensor names in checkpoints that transformers 5 writes, and one for the
+    names of transformers' modules since version 4.52.
+    """
     return [_map(config, HUB, ""), _map(config, MODULES, ""), _map(config, MODULES, ".vision_model")]
 
 

@@ -151,8 +151,8 @@ class PaliGemmaProcessor(LlavaProcessor):
 
 
 def _types(masks: Any, seen: Any) -> Any:
-    """Return the token types, [B, T] or lists: 1 for the first token of an answer and all later tokens of the row, and
-    0 for the tokens before the first answer and for padding.
+    """Return the token types, as a tensor [B, T] or as lists. The type is 0 for padding and for tokens before the first
+    answer of a row, and 1 for all other tokens.
 
     Args:
         masks: 1 for the tokens of answers; None if there are no answers.

@@ -133,8 +133,9 @@ class HybridBlock(nn.Module):
             self.mlp = LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Map ``residual + x`` [B, T, C] to ``(x, residual)`` for the next block, and return router logits if the block
-        has experts."""
+        """Run the block on ``residual + x`` [B, T, C]. Return ``(x, residual)`` for the next block, and router logits
+        if the block has experts.
+        """
         # Both kinds of attention have the same signature, and so do both kinds of MLP.
         attention = self.linear_attn if self.linear else self.self_attn
         x, residual = attention.add_norm(self.input_layernorm, x, residual, layout)

@@ -154,7 +154,7 @@ def _mlp_entries(config: HybridConfig, prefix: str, fused: bool) -> dict[str, Ma
 
 
 def check_gate(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json without ``output_gate_type``, the activation of the gate of linear attention.
+    """Return config.json without the key ``output_gate_type``, which names the activation of the linear-attention gate.
 
     Raises:
         ValueError: the activation is neither "silu" nor "swish", which are two names for the same function.
@@ -210,8 +210,8 @@ def _has_experts(config: HybridConfig) -> bool:
 def text_maps(config: HybridConfig) -> list[WeightMap]:
     """The weight maps of a Qwen3.5 text model.
 
-    The first map is for the layout that transformers writes, which has separate tensors for each expert. The last maps
-    are for checkpoints with a vision tower.
+    The first map is for the layout that transformers writes, in which each expert has tensors of its own. The later
+    half of the maps is for checkpoints with a vision tower.
     """
     prefixes = ("model", "model.language_model")
     layouts = (False, True) if _has_experts(config) else (False,)  # whether experts are fused
@@ -221,8 +221,8 @@ def text_maps(config: HybridConfig) -> list[WeightMap]:
 def multimodal_maps(config: Any) -> list[WeightMap]:
     """The weight maps of a Qwen3.5 model with its tower.
 
-    The first map is for the layout on the hub, in which one tensor holds all experts. The last maps are for names with
-    older prefixes.
+    The first map is for the layout on the hub, in which one tensor holds the same projection of all experts. The later
+    half of the maps is for names with older prefixes.
     """
     layouts = (True, False) if _has_experts(config) else (False,)  # whether experts are fused
     maps = []
