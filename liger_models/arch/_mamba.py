@@ -71,8 +71,7 @@ def build_mixer(config: MambaHybridConfig, layer: int, kernels: KernelOptions, *
 
 def read_mixer(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Read ``time_step_limit``, in which infinity may be written in two ways, and ``mamba_d_head``, which may be
-    "auto".
-    """
+    "auto"."""
     flat = {key: value for key, value in hf.items() if (key, value) != ("mamba_d_head", "auto")}
     return {**flat, "time_step_limit": read_limits(hf.get("time_step_limit"))}
 

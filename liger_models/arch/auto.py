@@ -34,8 +34,7 @@ def list_archs() -> list[str]:
 
 def list_model_types() -> list[str]:
     """Return the sorted model types of `list_archs`, and of further models that load without their vision or audio
-    towers.
-    """
+    towers."""
     return sorted([*list_archs(), *LANGUAGE_MODELS])
 
 

@@ -105,8 +105,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Invert `from_json`. If the fraction of a head that is rotated is not one half, it is written to the rope
-    parameters.
-    """
+    parameters."""
     out = write_mixer(keys)
     share = out.pop("partial_rotary_factor")
     if share != BambaConfig.partial_rotary_factor:

@@ -139,8 +139,7 @@ def weight_map(config: Ernie4_5MoeConfig) -> WeightMap:
 
 def other_maps(config: Ernie4_5MoeConfig) -> list[WeightMap]:
     """The weight maps for the layouts of transformers 5. They differ from the released layout as follows: the name of
-    the bias contains the router's name, one tensor holds the same projection of all experts, or both.
-    """
+    the bias contains the router's name, one tensor holds the same projection of all experts, or both."""
     return [
         _map(config, "gate.moe_statics", fused=True),
         _map(config, "gate.moe_statics", fused=False),

@@ -84,8 +84,7 @@ class GptOssAttention(LigerAttention):
     @property
     def attention(self) -> AttentionSpec:
         """See `LigerAttention.attention`. On accelerators, attention with sinks works without a mask only in half
-        precision.
-        """
+        precision."""
         return super().attention._replace(needs_flash=True)
 
     def draw(self, std: float) -> bool:

@@ -103,8 +103,7 @@ class GraniteMoeHybridBlock(nn.Module):
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
         """Run the block on ``residual + x`` [B, T, C]. Return ``(x, residual)`` for the next block, and router logits
-        if the block has experts.
-        """
+        if the block has experts."""
         mixer, scale = self.self_attn if self.has_attention else self.mamba, self.residual_multiplier
         x, residual = mixer.add_norm(self.input_layernorm, x, residual, layout)
         if self.block_sparse_moe is None:
@@ -138,8 +137,7 @@ class LigerGraniteMoeHybrid(CausalLM):
 
 def _map(config: GraniteMoeHybridConfig, experts: tuple[str, str, str]) -> WeightMap:
     """Return the weight map of Granite 4; ``experts`` has the checkpoint's names of the experts' matrices and of the
-    router.
-    """
+    router."""
     layer = "model.layers.{i}"
     mlps: dict[str, Expression | str] = {}
     if config.num_local_experts > 0:

@@ -81,9 +81,8 @@ def weight_map(config: LlavaConfig) -> WeightMap:
 
 
 def other_maps(config: LlavaConfig) -> list[WeightMap]:
-    """Return two more weight maps: one for the tensor names in checkpoints that transformers 5 writes, and one for the
-    names of transformers' modules since version 4.52.
-    """
+    """Return further weight maps: first for the tensor names in checkpoints that transformers 5 writes, then for the
+    names of transformers' modules since version 4.52."""
     levels = tower_levels(config)
     return [
         *(llava_map(config, HUB, level) for level in levels[1:]),

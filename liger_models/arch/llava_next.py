@@ -108,8 +108,7 @@ class LigerLlavaNext(ImageSizesModel):
 
     def images_of(self, pixels: Tensor | None, sizes: Tensor | None) -> tuple[Tensor, ...] | None:
         """See `ImageSizesModel.images_of`. The pixels are [images, tiles, ...], and ``sizes`` holds the sizes of the
-        images before they were resized.
-        """
+        images before they were resized."""
         if pixels is None or not len(pixels):
             return None
         check_tensors(pixel_values=pixels)
@@ -162,9 +161,8 @@ def weight_map(config: LlavaNextConfig) -> WeightMap:
 
 
 def other_maps(config: LlavaNextConfig) -> list[WeightMap]:
-    """Return two more weight maps: one for the tensor names in checkpoints that transformers 5 writes, and one for the
-    names of transformers' modules since version 4.52.
-    """
+    """Return further weight maps: first for the tensor names in checkpoints that transformers 5 writes, then for the
+    names of transformers' modules since version 4.52."""
     shallow, deep = "", tower_levels(config)[0]
     return [_map(config, HUB, shallow), _map(config, MODULES, shallow), _map(config, MODULES, deep)]
 

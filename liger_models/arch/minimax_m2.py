@@ -92,8 +92,7 @@ IGNORED_KEYS = (
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Accept ``num_experts`` as another name of ``num_local_experts``, and convert ``rotary_dim`` to the rotated
-    fraction of a head.
-    """
+    fraction of a head."""
     flat = {"num_local_experts" if key == "num_experts" else key: value for key, value in hf.items()}
     width = flat.pop("rotary_dim", None)
     if width is not None:

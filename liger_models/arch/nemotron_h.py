@@ -226,8 +226,7 @@ class NemotronHMoE(Layer):
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the output [..., C] for x [..., C], and the router logits [N, X] of the N tokens; ``experts`` is [...,
-        K] or None.
-        """
+        K] or None."""
         if not self.has_latents and not torch.is_grad_enabled():  # the kernel that sums experts adds the shared expert
             shared, _ = self.shared_experts.add_norm(None, None, x)
             out: tuple[Tensor, Tensor] = self.experts(x, experts, shared)
@@ -290,8 +289,7 @@ class NemotronHBlock(nn.Module):
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
         """Run the block on ``residual + x`` [B, T, C]. Return ``(x, residual)`` for the next block, and router logits
-        if the block has experts.
-        """
+        if the block has experts."""
         options = (layout,) if self.kind in (MAMBA, ATTENTION) else layout.experts if self.kind == MOE else ()
         outputs: tuple[Tensor, ...] = self.mixer.add_norm(self.norm, x, residual, *options)
         return outputs

@@ -138,8 +138,7 @@ def weight_map(config: PhimoeConfig) -> WeightMap:
 
 def fused_map(config: PhimoeConfig) -> WeightMap:
     """The weight map for checkpoints of transformers 5, in which one tensor holds the same projection of all experts of
-    a layer.
-    """
+    a layer."""
     experts = "model.layers.{i}.mlp.experts"
     return _map(config, "mlp.router", *fused_expert_rows(f"{experts}.gate_up_proj", f"{experts}.down_proj"))
 

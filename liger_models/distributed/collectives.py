@@ -158,13 +158,14 @@ def sum_rows(rows: Tensor, group: Group | None) -> Tensor:
 
 
 def rows_by_rank(tokens: Tensor, group: Group | None) -> Tensor:
-    """Flatten [..., T, C] to rows [N, C]. With sequence parallelism, the rows are ordered by rank, rank 0 first."""
+    """Flatten tokens [..., T, C] to rows [N, C]. With sequence parallelism, the rows are ordered by rank, rank 0 first.
+    """
     tokens = tokens if group is None or not group.sequence_parallel else by_rank(tokens, group.size)
     return tokens.reshape(-1, tokens.shape[-1])
 
 
 def rows_in_order(rows: Tensor, shape: torch.Size, group: Group | None) -> Tensor:
-    """Reshape rows [N, C] to [..., T, C]. This is the inverse of `rows_by_rank`.
+    """Reshape rows [N, C], as `rows_by_rank` returns them, to tokens [..., T, C].
 
     Args:
         shape: [..., t], the shape of this rank's tokens.
@@ -194,7 +195,7 @@ def for_op(group: Group | None) -> tuple[str, int, bool]:
 
 
 def _same(x: Tensor) -> Tensor:
-    """Return x as the result of an autograd function that changes only the gradient.
+    """Return x as the output of an autograd function that leaves the values as they are and changes only the gradient.
 
     In a compiled graph, the result is a copy. If it were a view of x, PyTorch would replace it by another view of x,
     and the gradient would bypass the backward of the autograd function.
@@ -306,7 +307,8 @@ class _DivideGradient(torch.autograd.Function):
 
 
 def copy_to_region(x: Tensor, group: Group | None) -> Tensor:
-    """Begin a layer in which each rank computes a partial sum. The module's docstring has a table of the collectives.
+    """Call this at the beginning of a layer in which each rank computes a partial sum. The module's docstring has a
+    table of the collectives.
 
     If ``group`` is None, x is returned unchanged.
     """
@@ -314,7 +316,8 @@ def copy_to_region(x: Tensor, group: Group | None) -> Tensor:
 
 
 def reduce_from_region(x: Tensor, group: Group | None) -> Tensor:
-    """End a layer by summing the ranks' partial sums. The module's docstring has a table of the collectives.
+    """Call this at the end of a layer; it adds up the ranks' partial sums. The module's docstring has a table of the
+    collectives.
 
     If ``group`` is None, x is returned unchanged.
     """
@@ -339,8 +342,8 @@ def local_tokens(x: Tensor, group: Group) -> Tensor:
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
     """All-gather token shards: [..., T / R, C] -> [..., T, C].
 
-    All ranks must use the result in the same way, so the gradient on each rank is already complete. The backward
-    therefore does not sum the gradients over the ranks.
+    All ranks must use the result in the same way. The gradient on each rank is then already complete, so the backward
+    does not sum the gradients over the ranks.
     """
     return _GatherTokens.apply(x, group)  # type: ignore[no-any-return]
 
@@ -356,8 +359,8 @@ def gather_channels(x: Tensor, group: Group) -> Tensor:
 def gather_vocab(x: Tensor, group: Group, V: int) -> Tensor:
     """All-gather vocabulary shards into [..., V]. The shards have the sizes of the chunks that ``torch.chunk`` returns.
 
-    All ranks must use the result in the same way, so the gradient on each rank is already complete. The backward
-    therefore does not sum the gradients over the ranks.
+    All ranks must use the result in the same way. The gradient on each rank is then already complete, so the backward
+    does not sum the gradients over the ranks.
     """
     return _GatherVocab.apply(x, group, V)  # type: ignore[no-any-return]
 

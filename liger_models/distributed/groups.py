@@ -17,7 +17,7 @@ from liger_models.distributed.collectives import (
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The process groups of a model. The field of a kind of parallelism is None if the model does not use it.
+    """The process groups of a model. If the model does not use a kind of parallelism, the field for this kind is None.
 
     Attributes:
         tensor: the group over which each layer is sharded (`liger_models.parallel.apply_tp`).
@@ -73,7 +73,7 @@ class ParallelGroups:
     def share_targets(self, target: Tensor, num_items: Tensor | float | None) -> tuple[Tensor, Tensor | float | None]:
         """Return this rank's part of the targets [B, T], and the number by which the summed loss is divided.
 
-        Under context parallelism, this number is by default the number of targets on all ranks.
+        Under context parallelism, the sum is by default divided by the number of targets on all ranks.
         """
         if self.context is not None and num_items is None:
             num_items = (target != -100).sum()
@@ -100,8 +100,8 @@ class ParallelGroups:
     def gather_logits(self, logits: Tensor | None) -> Tensor | None:
         """Gather the logits [B, T / R, V] of each rank's tokens into the logits [B, T, V] of all tokens.
 
-        The gradient of each rank's part is multiplied by R. Parameter gradients are later averaged over the ranks, and
-        thus become the gradients for all tokens.
+        The gradient of each rank's part is multiplied by R. Parameter gradients are later averaged over the R ranks,
+        and this factor makes the average equal to the gradients for all tokens.
         """
         if logits is None or self.context is None:
             return logits

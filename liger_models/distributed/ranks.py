@@ -62,10 +62,9 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
 
 @contextlib.contextmanager
 def long_work(name: str) -> Iterator[None]:
-    """Return a context manager in which ranks may work for longer than the process group's timeout.
-
-    On exit, every rank waits until all ranks have exited. A rank stops waiting if the ranks that are still working are
-    no longer alive. An exception that was raised inside the context is raised again after this wait.
+    """Return a context manager in which ranks may work for longer than the process group's timeout. On exit, every rank
+    waits until all ranks have exited. A rank stops waiting if the ranks that have not exited are no longer alive. An
+    exception that was raised inside the context is raised again after this wait.
 
     Args:
         name: identifier of the work; must be the same on all ranks.
@@ -93,7 +92,7 @@ def long_work(name: str) -> Iterator[None]:
 
 
 def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
-    """Call ``work`` on rank 0 only, and return its result or raise its error on every calling rank.
+    """Call ``work`` on rank 0 only. Every calling rank returns the result of ``work`` or raises its error.
 
     Other ranks wait for as long as rank 0 works. Rank 0 does not wait for other ranks, so it may be the only caller.
 
@@ -130,7 +129,7 @@ def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
 
 
 def wait_for_ranks(name: str) -> None:
-    """Wait until all ranks have made this call. Call this before collectives that would hang without all ranks.
+    """Wait until all ranks have called this function. Use it before collectives that would hang if a rank were missing.
 
     After `PATIENCE`, a warning lists the ranks that have not made the call. Each call keeps a few keys in the process
     group's store, and the last rank that leaves the call deletes them.
@@ -179,7 +178,8 @@ def _store() -> Any:
 
 
 def _key(name: str) -> str:
-    """Return a prefix for the keys of one call in the store. Later calls with the same name get other prefixes."""
+    """Return a prefix for the keys that one call writes to the store. Later calls with the same name get other
+    prefixes."""
     _calls[name] += 1
     return f"liger_models {name} {_calls[name]}"
 

@@ -1,8 +1,8 @@
 """Attention layers: `BaseAttention`, and `LigerAttention`, which has a packed QKV projection.
 
-`BaseAttention` implements everything that does not depend on how queries, keys and values are computed. The class first
-defines constants, then the methods that process a batch (from `add_norm` to `_mix`), and then the methods that override
-those of `Layer`. `LigerAttention` implements grouped-query attention. `qk_norm_attention.py` has variants of
+`BaseAttention` implements everything that does not depend on how queries, keys and values are computed. In this class,
+constants come first, then the methods that process a batch (from `add_norm` to `_mix`), and then the methods that
+override methods of `Layer`. `LigerAttention` implements grouped-query attention. `qk_norm_attention.py` has variants of
 `LigerAttention` that normalize queries and keys or gate the outputs. `latent_attention.py` has attention whose keys and
 values are computed from latents.
 """
@@ -113,7 +113,8 @@ class BaseAttention(Layer):
         return call_linear(self.o_proj, out)
 
     def _to_heads(self, projected: Any, context: Group) -> Any:
-        """Send all heads of this rank's T / R tokens to the ranks, and receive this rank's heads of all T tokens."""
+        """Send the heads of this rank's T / R tokens to the ranks that process these heads, and receive this rank's
+        heads of all T tokens."""
         raise NotImplementedError
 
     def _mix(self, projected: Any, layout: BatchLayout) -> Tensor:
@@ -130,7 +131,7 @@ class BaseAttention(Layer):
         raise NotImplementedError
 
     def _weigh(self, q: Tensor, k: Tensor, v: Tensor, layout: BatchLayout) -> Tensor:
-        """Compute the output of attention, [B, T, H, V]. The layout has the mask, or the bounds of the documents."""
+        """Compute the output of attention, [B, T, H, V]. ``layout`` holds the mask or the bounds of the documents."""
         return attention(
             q, k, v, layout, scale=self.scale, window=self.window, softcap=self.softcap,
             dropout=self.dropout if self.training else 0.0, sinks=self._local_sinks(),

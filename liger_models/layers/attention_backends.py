@@ -89,13 +89,13 @@ class AttentionCall:
 
     @property
     def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, H, T, D], k [B, G, S, D] and v [B, G, S, V], with the dimension of heads before the dimension of
-        tokens."""
+        """q, k and v with the dimension of heads before the dimension of tokens: [B, H, T, D], [B, G, S, D] and [B, G,
+        S, V]."""
         return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
 
     @property
     def grouped_query(self) -> Tensor:
-        """For a batch with one token per row, the queries grouped by KV head, [B, G, H / G, D]."""
+        """The queries of a batch with one token per row, grouped by KV head: [B, G, H / G, D]."""
         B, _, H, D = self.q.shape
         G = self.k.shape[2]
         return self.q.transpose(1, 2).reshape(B, G, H // G, D)
@@ -245,8 +245,8 @@ def _counted(call: AttentionCall) -> Tensor:
 def _pads_values(call: AttentionCall) -> bool:
     """Whether attention pads values to the width of the keys.
 
-    In half precision, values that are narrower than the keys are padded unless cuDNN computes the attention; see
-    `_takes_narrow_values`. cuDNN is used only for plainly causal attention of certain lengths.
+    In half precision, values that are narrower than the keys are padded, except in calls that cuDNN computes; see
+    `_takes_narrow_values`. cuDNN computes only plainly causal attention of certain lengths.
     """
     q = call.q
     if q.shape[3] == call.v.shape[3]:
@@ -310,7 +310,8 @@ def _causal_sinks(call: AttentionCall) -> Tensor:
 
 
 def _segments(call: AttentionCall) -> Tensor:
-    """Compute attention within segments: in one call, in one call per run of segments of equal length, or with a mask.
+    """Compute attention within segments: in a single kernel call, in one call for each run of segments of equal length,
+    or with a mask.
 
     A compiled graph must work for all lengths, so it does not read the lengths of the segments. If no kernel
     supports segments, the graph uses a mask.
@@ -527,8 +528,8 @@ def _takes_narrow_values(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, 
     """Whether SDPA's fastest kernel for q and k supports values of a different width.
 
     In half precision, flash attention requires equal widths, and cuDNN's kernel supports only some widths and only in
-    some versions. The kernel that supports all widths is slower than flash attention with values that are padded to the
-    width of the keys. On the CPU, only unfused attention supports values of another width.
+    some versions. Another kernel supports all widths, but it is slower than flash attention on values that are padded
+    to the width of the keys. On the CPU, only unfused attention supports values of another width.
     """
     if q.device.type not in ACCELERATORS:
         return False
@@ -598,8 +599,8 @@ disables it.
 class SDPAOrder:
     """A faster form of the context manager ``sdpa_kernel(backends, set_priority=True)``.
 
-    On the host, ``sdpa_kernel`` takes more time than SDPA itself. Unlike ``sdpa_kernel``, this context manager may be
-    entered several times, but can't be traced by a compiler.
+    ``sdpa_kernel`` takes more host time than SDPA itself. Unlike ``sdpa_kernel``, this context manager may be entered
+    several times, but can't be traced by a compiler.
     """
 
     def __init__(self, backends: list[SDPBackend]) -> None:

@@ -337,7 +337,8 @@ def _bidirectional_mask(
 
 
 def _documents_of_mask(attention_mask: Tensor, B: int, past: int, T: int, device: torch.device) -> Tensor | None:
-    """Return the document number of each token, [B, past + T], −1 for padding; None if there is no padding."""
+    """Return the document number of each token [B, past + T], which is −1 for padding. The result is None if there is
+    no padding."""
     if tuple(attention_mask.shape) != (B, past + T):
         raise ValueError(
             f"forward: attention_mask must be [{B}, {past + T}] (cached and new tokens), got "
@@ -374,7 +375,7 @@ def _check_positions(position_ids: Tensor, B: int, T: int) -> Tensor:
 def _check_rising(positions: Tensor, attention_mask: Tensor | None) -> None:
     """Raise ValueError if positions [1 or B, T] do not rise within a row, except next to padding.
 
-    A restart of the positions raises an error, because it does not start a new document.
+    Positions that start again from 0 within a row raise an error, because they do not start a new document.
     """
     rising = positions.diff(dim=1) > 0
     if attention_mask is not None:
@@ -388,8 +389,8 @@ def _check_rising(positions: Tensor, attention_mask: Tensor | None) -> None:
 
 
 def _lengths(positions: Tensor, documents: Tensor | None, count: int) -> Tensor | None:
-    """Return the length of each token's document up to the last new token, [B, T] int64; None if each row is a
-    document.
+    """For each token, return the length [B, T] int64 of its document, up to the last new token. The result is None if
+    each row is a document.
 
     Args:
         positions: [1 or B, T] or [3, 1 or B, T].
@@ -428,15 +429,15 @@ def _spans(
 
 
 def mark_padding(attention_mask: Tensor, device: torch.device) -> Tensor:
-    """Return the document number of each token, [B, S] int64: 0 for tokens, −1 for padding."""
+    """Return [B, S] int64 with one document per row: 0 for tokens, −1 for padding."""
     return (attention_mask != 0).to(device, torch.int64) - 1
 
 
 def number_chunks(
     documents: Tensor | None, index: Tensor | None, size: int, B: int, S: int, device: torch.device
 ) -> Tensor:
-    """Divide documents into chunks of ``size`` tokens. Returns the number of each token's chunk, [B, S] int64, −1 for
-    padding.
+    """Divide documents into chunks of ``size`` tokens. Returns the number [B, S] int64 of each token's chunk, which is
+    −1 for padding.
 
     Args:
         documents: [B, S] as in `BatchLayout`, or None.

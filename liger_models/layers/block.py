@@ -62,9 +62,9 @@ class PreNormBlock(Block):
         self.mlp = self.build_mlp(config, layer, kernels)
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
-        """Map ``residual + x`` [B, T, C] to the next block's ``(x, residual)``.
+        """Run the block on ``residual + x`` [B, T, C].
 
-        Return the router logits, too, if there are any.
+        Return ``(x, residual)`` for the next block, and the router logits if there are any.
         """
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         # `layout.experts` holds experts that replace the router's choice; it is empty for a dense MLP.

@@ -6,8 +6,8 @@ takes a few milliseconds per block, and no memory on the GPU. Threads then compi
 parallel, while the real step begins. A launch waits if its kernel is still being compiled. Threads can compile at the
 same time, because Triton's compiler releases Python's global lock.
 
-If the step cannot run on tensors without values, Triton compiles each kernel at its first launch. The results are the
-same.
+If the step cannot run on tensors without values, nothing is compiled ahead: Triton compiles each kernel at its first
+launch, with the same results.
 
 `compile_early` starts the compilation before the model has weights, for a caller who knows the shape of the batches.
 
@@ -192,7 +192,7 @@ def _has_kernels() -> bool:
 
 
 def _runs_on_fakes(model: Any, embeds: Tensor, options: Mapping[str, Any]) -> bool:
-    """Whether the step can run on fake tensors without side effects."""
+    """Whether the step can run on fake tensors, and has no side effects if it does."""
     if hasattr(embeds, "fake_mode") or options.get("loss_function") is not None or any(vars(model.groups).values()):
         return False
     tensors = [*model.parameters(), *model.buffers()]
@@ -283,10 +283,8 @@ class _Implementations(TorchDispatchMode):
 
 @contextmanager
 def recording(kernels: Kernels) -> Iterator[None]:
-    """Return a context manager in which launches on fake tensors only add their kernels to ``kernels``.
-
-    Launches on other tensors run as usual, in all threads. Kernels that are already compiled are not added.
-    """
+    """Return a context manager in which launches on fake tensors only add their kernels to ``kernels``, unless the
+    kernels are already compiled. Launches on other tensors run as usual, in all threads."""
     from torch._subclasses import fake_tensor
     from triton import knobs
     from triton.runtime import jit
@@ -329,8 +327,8 @@ def recording(kernels: Kernels) -> Iterator[None]:
 def start_compilation(kernels: Kernels, marker: Path | None = None) -> threading.Thread:
     """Start to compile kernels in parallel, and return the thread that waits for them.
 
-    A launch of one of these kernels waits until this kernel is compiled. If a compilation fails, the launch raises the
-    error.
+    A launch of one of these kernels waits until the kernel is compiled, and raises an error if the compilation has
+    failed.
 
     Args:
         kernels: the kernels.
@@ -399,8 +397,8 @@ def num_products(function: Any, *callers: Any) -> int:
 class _Threads(NamedTuple):
     """An executor for `triton.AsyncCompileMode`. Its threads compile kernels and also load them.
 
-    Triton itself loads a kernel at its first launch. Before version 3.7, Triton then also compiles a C function that
-    launches the kernel. This takes about 0.1 s, so a step with 30 kernels would wait for seconds.
+    Without this executor, Triton loads a kernel at its first launch, and versions before 3.7 also compile a C function
+    that launches the kernel. This takes about 0.1 s, so a step with 30 kernels would wait for seconds.
 
     Attributes:
         pool: the threads.

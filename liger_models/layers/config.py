@@ -90,7 +90,7 @@ _TODO = "Check config.json."
 
 @dataclass(frozen=True, kw_only=True)
 class BaseConfig:
-    """Base class of the configs of all decoders. It checks the numbers in all fields.
+    """Base class of the configs of all decoders. Its constructor checks the numbers in all fields.
 
     Raises:
         ValueError: a number is out of range.
@@ -232,7 +232,7 @@ class GroupedExperts:
 class LatentDecoderConfig(RMSNormDecoderConfig):
     """`RMSNormDecoderConfig` of a decoder with `LigerLatentAttention`.
 
-    The layers do not read ``head_dim``, which is the number of rotated dimensions, as in transformers.
+    As in transformers, ``head_dim`` is the number of rotated dimensions. The layers do not read ``head_dim``.
     """
 
     q_lora_rank: int | None = 1536
@@ -262,7 +262,7 @@ class LatentDecoderConfig(RMSNormDecoderConfig):
 
     @property
     def attention_scale(self) -> float:
-        """The number by which attention multiplies q·k. With YaRN, the number also depends on ``mscale_all_dim``."""
+        """The number by which attention multiplies q·k. With YaRN, it also depends on ``mscale_all_dim``."""
         scale: float = self.head_size**-0.5
         if not isinstance(self.rope_scaling, YarnScaling):
             return scale
@@ -271,7 +271,8 @@ class LatentDecoderConfig(RMSNormDecoderConfig):
 
 
 def _let_use_cache_be_set(cls: Any) -> None:
-    """Make the frozen config ignore assignments to ``use_cache``, because transformers' Trainer assigns to it."""
+    """Make the frozen config ignore assignments to ``use_cache`` instead of raising an error, because transformers'
+    Trainer assigns to it."""
     frozen = cls.__setattr__
     if getattr(frozen, "drops_use_cache", False):
         return

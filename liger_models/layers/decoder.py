@@ -102,7 +102,8 @@ class CausalLMConfig(Protocol):
 
 
 def take_cu_seqlens(cu_seqlens: Tensor | None, options: dict[str, Any]) -> Tensor | None:
-    """Return ``cu_seqlens``, or the same tensor from ``options``, where transformers' collator uses other names.
+    """Return ``cu_seqlens``. If it is None, return the same tensor from ``options``, where it has the names that
+    transformers' collator uses.
 
     Raises:
         ValueError: ``cu_seqlens`` is given under both names, some of the collator's names are missing, or a value is
@@ -246,7 +247,7 @@ class Decoder(nn.Module):
         return LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
 
     def build_rotary(self, config: Any) -> dict[str, nn.Module]:
-        """Build the rotary embeddings. Attention layers refer to them by the keys of the result."""
+        """Build the rotary embeddings. The keys of the result are the names by which attention layers refer to them."""
         rotary = RotaryEmbedding(
             config.rotary_width, config.rope_theta, config.rope_scaling, config.max_position_embeddings
         )
@@ -255,7 +256,7 @@ class Decoder(nn.Module):
     def post_init(self) -> None:
         """Check the parts of the model, and tie and initialize the weights.
 
-        A constructor that sets parts calls this last.
+        A constructor that sets the parts of the model calls this method last.
 
         Raises:
             ValueError: a part is missing, the model has a buffer, or attention layers share a cache slot.
@@ -385,7 +386,7 @@ class Decoder(nn.Module):
 
     @contextmanager
     def _sharing(self) -> Iterator[None]:
-        """Context manager within which parameters may be replaced one by one.
+        """Context manager within which parameters, even tied ones, may be replaced one by one.
 
         At the end, parameters that were tied at the beginning are tied again.
         """
@@ -696,8 +697,8 @@ class Decoder(nn.Module):
         )  # fmt: skip
 
     def stand_ins(self, layout: BatchLayout, like: Tensor) -> BatchLayout:
-        """Return a layout for running one block alone, with placeholders for the tensors that other blocks would
-        add.
+        """Return a layout for running one block alone. Placeholders in this layout replace the tensors that other
+        blocks would add.
 
         Args:
             layout: a result of `layout`.
@@ -707,7 +708,7 @@ class Decoder(nn.Module):
 
     @property
     def held_elements(self) -> int:
-        """Number of elements per token that are saved for the backward outside of the blocks."""
+        """Number of elements per token that parts of the model outside of the blocks save for the backward."""
         return 0
 
     def carry(self, index: int, more: list[Tensor], layout: BatchLayout) -> tuple[list[Tensor], BatchLayout]:
@@ -791,7 +792,7 @@ class Decoder(nn.Module):
     def _weighted_auxiliary_loss(
         self, router_logits: list[Tensor], layout: BatchLayout, request: HeadRequest, targets: LossTargets | None
     ) -> Tensor | None:
-        """Return `auxiliary_loss`, weighted by this batch's share of the targets of the optimizer step."""
+        """Return `auxiliary_loss`, multiplied by this batch's share of the targets in the optimizer step."""
         mask = None if layout.attention_mask is None else self.groups.local_along_context(layout.attention_mask)
         aux_loss = self.auxiliary_loss(router_logits, mask)
         if aux_loss is None or targets is None or request.num_items_in_batch is None:
@@ -804,12 +805,13 @@ class Decoder(nn.Module):
         return routed_layers(self.layers)
 
     def choose_experts(self, router_logits: Sequence[Tensor]) -> Tensor:
-        """Return the experts that the routers choose for a forward's router logits, [B · T, L, K] int16."""
+        """Return the experts [B · T, L, K] int16 that the routers choose, given the router logits of a forward."""
         chosen = [layer.choose(logits) for layer, logits in zip(self.routers, router_logits, strict=True)]
         return torch.stack(chosen, 1).to(torch.int16)
 
     def _share_experts(self, experts: Tensor, B: int, T: int) -> tuple[Tensor, ...]:
-        """Return this rank's part of ``routed_experts``: for each layer, a tensor [B, T / R, K] (with R ranks)."""
+        """Return this rank's part of ``routed_experts``, with R ranks: a tensor [B, T / R, K] for each layer that has
+        routed experts."""
         routers, name = self.routers, type(self).__name__
         if not routers:
             raise ValueError(f"forward: routed_experts need layers with routed experts, got {name} without any.")
@@ -829,7 +831,8 @@ class Decoder(nn.Module):
         return by_layer
 
     def _by_block(self, experts: Sequence[Tensor]) -> dict[int, tuple[Tensor, ...]]:
-        """Map each block's index to its tensors in ``experts``, which has one tensor per layer with routed experts."""
+        """Map the index of each block to the block's tensors in ``experts``, which has one tensor for each layer that
+        has routed experts."""
         remaining = iter(experts)
         routers = map(routed_layers, self.layers)
         return {index: tuple(next(remaining) for _ in layers) for index, layers in enumerate(routers) if layers}

@@ -22,7 +22,7 @@ _USED: ContextVar["DerivedTensors | None"] = ContextVar("derived", default=None)
 
 
 class DerivedTensors:
-    """Tensors that layers have derived from their weights since the last `renew`, stored at fixed addresses.
+    """Tensors that layers have computed from their weights since the last `renew`. The tensors stay at fixed addresses.
 
     An instance belongs to one call of ``generate``, during which the weights must not change, or to a captured CUDA
     graph that reads the tensors. Layers hold no reference to an instance, so an instance has no effect outside of
@@ -51,7 +51,7 @@ class DerivedTensors:
     def refresh(self) -> None:
         """Recompute all outdated tensors.
 
-        This is needed before a captured CUDA graph reads the tensors, if the graph does not compute them itself.
+        Call this before a captured CUDA graph that reads the tensors but does not compute them itself.
         """
         if len(self.current) < len(self._tensors):
             for key, compute in self._compute.items():
@@ -67,7 +67,8 @@ class DerivedTensors:
             _USED.reset(token)
 
     def find(self, key: Key, compute: Callable[[], Tensors]) -> Tensors:
-        """Return the result of ``compute``, which is called only on the first use after each `renew`."""
+        """Return the result of ``compute``. This function is called only at the first use after each `renew`; later
+        uses return the same tensors."""
         if key not in self.current:
             computed = compute()
             for old, new in zip(self._tensors.setdefault(key, computed), computed, strict=True):

@@ -83,7 +83,7 @@ class LigerEmbedding(nn.Embedding, Layer):
 
 @torch.no_grad()
 def resize_rows(embedding: nn.Embedding | nn.Linear, count: int) -> None:
-    """Resize an embedding or a head to ``count`` rows, in new parameters. Every new row is the mean of the old rows."""
+    """Give an embedding or a head new parameters with ``count`` rows. Every added row is the mean of the old rows."""
     for name, old in [*embedding.named_parameters(recurse=False)]:  # the weight [V, C], and a head's bias [V]
         mean = old.mean(0, dtype=torch.promote_types(old.dtype, torch.float32)).to(old.dtype)
         kept = old[:count]

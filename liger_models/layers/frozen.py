@@ -23,7 +23,7 @@ After `apply_ep`, each rank uses its own experts. A slice consists of whole bloc
 the whole weight.
 
 When a checkpoint is loaded, each rank reads and quantizes only its part. In NF4, the scales of the whole weight are
-quantized together. For this, the ranks exchange the largest absolute value of each block of 64 elements.
+quantized together. To do so, the ranks exchange the largest absolute value of each block of 64 elements.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -96,11 +96,8 @@ class FrozenParameters(nn.Module):
         return torch.Size(sizes)
 
     def join(self, codes: Tensor) -> FrozenWeight:
-        """Return the frozen weight in the form that ops take.
-
-        A weight that FSDP has sharded is gathered from all ranks. After `apply_tp` or `apply_ep`, the result is this
-        rank's part.
-        """
+        """Return the frozen weight in the form that ops take. If FSDP has sharded the weight, it is gathered from all
+        ranks. After `apply_tp` or `apply_ep`, the result is this rank's part."""
         # The device mesh has more dimensions if FSDP has also sharded the parameters. Such parameters are gathered
         # in the forward.
         if self.sharded is None or not is_sharded(codes) or codes.device_mesh.ndim > 1:  # type: ignore[attr-defined]
@@ -209,7 +206,8 @@ class FrozenParameters(nn.Module):
             self._copy_own_part(parameters, weight, start)
 
     def _copy_own_part(self, parameters: dict[str, Any], weight: FrozenWeight, first: int = 0) -> None:
-        """Copy this rank's part of ``weight``, which begins at row or expert ``first``, into the parameters."""
+        """Copy this rank's part of the weight into the parameters. ``weight`` begins at row or expert ``first`` of the
+        whole weight."""
         tensors = self.format.pack(weight)
         if self.sharded is not None:
             # Rearrange the tensors in the same way as the parameters, so that this rank's slice is contiguous.
@@ -235,10 +233,10 @@ class FrozenParameters(nn.Module):
     def _numbers(self, codes: Tensor, read: Callable[[int, int], Tensor]) -> Tensor:
         """Return the elements of the dense weight that belong to this rank's rows of ``codes``, [n, K].
 
-        A row of codes covers contiguous elements of the dense weight, or this rank's columns of these elements. For
-        example, a weight [4, 96] has 6 rows of codes if each row covers 64 elements. Rows 1 and 2 of the codes cover
-        the elements 64 to 191. To get these elements, rows 0 and 1 of the weight are read, and the first 64 of the 192
-        elements in these rows are dropped.
+        A row of codes covers contiguous elements of the dense weight or, if this rank has only some columns, contiguous
+        elements of these columns. For example, a weight [4, 96] has 6 rows of codes if each row covers 64 elements.
+        Rows 1 and 2 of the codes cover the elements 64 to 191. To get these elements, rows 0 and 1 of the weight are
+        read, and the first 64 of the 192 elements in these rows are dropped.
         """
         # This rank has the rows ``first`` to ``first + count − 1`` of the codes, and ``width`` bytes of each row.
         (first, column), (count, width) = offset_of(codes), local(codes).shape

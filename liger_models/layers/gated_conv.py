@@ -14,9 +14,9 @@ MOST_UNITS = 64
 class LigerGatedConv(LinearAttention):
     """``out_proj(C · conv(B · x))``, where one packed projection computes ``B``, ``C`` and ``x``.
 
-    The channels are divided into units. For each unit, ``in_proj`` has the rows that compute the unit's channels of B,
-    then those of C, then those of x. The convolution has no activation, and the rows of its weight are in the order of
-    the channels. The state of a layer consists of the last inputs of the convolution.
+    The channels are divided into units. For each unit, ``in_proj`` has the rows of the unit's channels of B, then of C,
+    then of x. The convolution has no activation, and the rows of its weight are in the order of the channels. The state
+    of a layer consists of the last inputs of the convolution.
 
     Args:
         hidden_size: C.

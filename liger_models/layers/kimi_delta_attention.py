@@ -69,10 +69,10 @@ class LigerKimiDeltaAttention(LinearAttention):
     """Linear attention by the Kimi delta rule, with one packed input projection.
 
     The decays of all heads are computed from one latent with D elements, and the output gates from another. The heads
-    and the channels of the latents are divided into U units. For each unit, ``in_proj`` has rows for the queries, keys
-    and values of the unit's heads, for the unit's share of the channels of both latents (decays and gates), and for the
-    update rates β of its heads (one row per head). The rows of ``conv_weight`` are also grouped by unit, but cover only
-    queries, keys and values. Each of R ranks has some of the units, and the ranks exchange the latents.
+    and the channels of the latents are divided into U units. For each unit, ``in_proj`` has the rows of the unit's
+    queries, keys, values, channels of the two latents, and update rates β (one row per head). The rows of
+    ``conv_weight`` are also grouped by unit, but cover only queries, keys and values. Each of R ranks has some of the
+    units, and the ranks exchange the latents.
 
     Args:
         hidden_size: C.
@@ -121,7 +121,8 @@ class LigerKimiDeltaAttention(LinearAttention):
     def units_of(num_heads: int, head_dim: int) -> tuple[int, tuple[int, ...]]:
         """Return the number of units, and the number of rows of each part in a unit.
 
-        There are as many units as possible with equal numbers of heads and equal numbers of latent channels.
+        All units have the same number of heads and the same number of latent channels. Under this condition, there are
+        as many units as possible.
         """
         units = math.gcd(num_heads, head_dim)
         heads, channels = num_heads // units, head_dim // units

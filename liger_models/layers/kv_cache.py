@@ -25,7 +25,7 @@ class Pages(NamedTuple):
 class DecodeCache:
     """The tensors that layers keep from previous tokens.
 
-    The memory grows by a quarter at a time, so cached tokens are rarely copied.
+    When the memory is full, it grows by a quarter, so cached tokens are rarely copied.
 
     Args:
         capacity: maximum number of tokens per sequence; unlimited by default.
@@ -55,8 +55,8 @@ class DecodeCache:
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k [B, T, G, D] and v [B, T, G, V] of a layer, and return all keys and values of the layer.
 
-        The results are [B, length + T, G, D] and [B, length + T, G, V]. V is 0 for latent attention, which caches
-        only one row per token, and computes keys and values from this row.
+        The results are [B, length + T, G, D] and [B, length + T, G, V]. For latent attention, V is 0: only one row per
+        token is cached, from which keys and values are computed.
 
         This method does not change ``length``; `advance` changes it after all layers have run.
 
@@ -93,7 +93,7 @@ class DecodeCache:
         return self._states[layer] if self.length else None
 
     def replace_states(self, layer: int, *states: Tensor) -> None:
-        """Set a layer's states to the given states, which are the states after the new tokens."""
+        """Replace a layer's states by the given states, which follow the new tokens."""
         self._new_states[layer] = states
 
     def advance(self, tokens: int) -> None:

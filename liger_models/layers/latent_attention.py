@@ -1,7 +1,7 @@
 """Attention whose keys and values are computed from latents (multi-head latent attention, MLA).
 
-A token x has a latent c with L elements and a key part r with R elements. All H heads share c and r. Each head has
-queries and keys with N + R columns and values with V columns::
+A token x has a latent c with L elements and a key part r with R elements. All H heads share the latent and the key
+part. Each head has queries and keys with N + R columns and values with V columns::
 
     [a, l, r'] = W_a x                         Q, L and R numbers; without low-rank queries, a is x itself
     q = W_q norm(a)                            the last R columns of each head of q are then rotated
@@ -74,7 +74,7 @@ class Latents(NamedTuple):
 class LigerLatentAttention(BaseAttention):
     """Causal attention whose keys and values are computed from a latent of each token.
 
-    With low-rank queries, the projections to the latents of queries, keys and values are one matrix, ``qkv_a_proj``.
+    With low-rank queries, one matrix (``qkv_a_proj``) projects the input to the latents of queries, keys and values.
 
     Args:
         hidden_size: C.
@@ -235,7 +235,7 @@ class LigerLatentAttention(BaseAttention):
         return values.flatten(2)
 
     def _scaled(self, q: Tensor, layout: BatchLayout) -> Tensor:
-        """Return the queries [B, T, H · (N + R)] of all new tokens, multiplied by position-dependent scales."""
+        """Multiply the queries [B, T, H · (N + R)] of all new tokens by scales that depend on the tokens' positions."""
         return q
 
     def _heads(self, q: Tensor, kv: Tensor, shared: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
@@ -274,7 +274,7 @@ class LigerLatentAttention(BaseAttention):
     # Decoding: the new tokens attend to cached latents.
 
     def _absorbs(self, layout: BatchLayout, T: int) -> bool:
-        """Whether T new tokens attend to cached latents instead of keys and values.
+        """Whether it takes fewer multiplications if T new tokens attend to cached latents instead of keys and values.
 
         With cached latents, each cached token takes T · (2 L + R) multiplications per head. With keys and values, each
         cached token takes L · (N + V) multiplications per head to compute its key and value, and T · (N + R + V)

@@ -1,4 +1,6 @@
-"""The base class of layers. Generic code calls the methods of this class instead of checking a layer's class."""
+"""The base class of layers. Code that handles all kinds of layers calls the methods of this class instead of checking
+the class of a layer.
+"""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -56,8 +58,8 @@ class Layer(nn.Module):
     """A module that defines its recomputation, its sharding and the initialization of its weights.
 
     The defaults suit a layer that has no parameters and recomputes nothing. Modules that are not a `Layer` are treated
-    as if they had these defaults, unless the results would silently be wrong. For example, `apply_tp` rejects modules
-    with parameters whose gradients would not be summed.
+    as if they had these defaults. If this would silently produce wrong results, the modules are rejected. For example,
+    `apply_tp` rejects modules with parameters whose gradients would not be summed.
     """
 
     replayable: bool = True
@@ -120,7 +122,8 @@ class Layer(nn.Module):
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
         def moved(tensor: Tensor) -> Tensor:
-            """Apply ``fn``. If ``fn`` would round to half precision, only move the tensor, and keep it in fp32."""
+            """Apply ``fn``. If ``fn`` would round the tensor to half precision, only move the tensor to its new device,
+            in fp32."""
             like = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
             if like.dtype not in (torch.float16, torch.bfloat16):
                 return fn(tensor)  # type: ignore[no-any-return]
@@ -146,8 +149,8 @@ class Layer(nn.Module):
         """Return the fraction of the forward's operations that the backward repeats under a policy.
 
         The fraction applies to the layer and to its submodules, except for submodules that return their own fraction.
-        None means that the layer recomputes nothing by itself. Its operations are then repeated only if the whole block
-        is recomputed.
+        None means that the layer recomputes nothing by itself: the operations of this layer are repeated only if the
+        whole block is recomputed.
         """
         return None
 
@@ -212,7 +215,7 @@ class Layer(nn.Module):
         raise AttributeError(f"{type(self).__name__} has no router")
 
     def adapted_weight(self, name: str, *, merge: bool) -> Tensor:
-        """Return a parameter that `adapted` lists, in the form that the parameter has in a layer without adapters.
+        """Return one of the parameters that `adapted` lists, in the form that it has in a layer without adapters.
 
         If ``merge`` is True, the adapters are merged into the result.
         """

@@ -3,7 +3,7 @@
 A layer that can be sharded implements `Layer.shard`, which turns the layer into one rank's shard and returns the
 dimension along which each parameter is sharded. `liger_models.parallel.apply_tp` then shards these parameters and
 replicates all others. All parameters become DTensors. Code that reads a parameter directly calls `local`. If each rank
-computes the parameter's gradient from only its own tokens, the code calls `replicated` instead.
+computes the gradient of a replicated parameter from only its own tokens, the code calls `replicated` instead.
 
 Source: https://arxiv.org/abs/1909.08053.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(weight: Any) -> bool:
-    """Whether a weight is a DTensor. If so, `local` returns its local shard."""
+    """Whether a weight is a DTensor, of which `local` returns this rank's shard."""
     if type(weight) in (nn.Parameter, Tensor):
         return False
     from torch.distributed.tensor import DTensor  # slow to import, and not in every build of PyTorch
@@ -57,7 +57,8 @@ def sharded_as(like: Any, part: Tensor, shape: torch.Size | None = None) -> Tens
 
 
 def copy_into(parameter: Tensor, values: Tensor) -> None:
-    """Copy values into a parameter. If the parameter is sharded, the values of the first rank are used."""
+    """Copy values into a parameter. If the parameter is sharded, the first rank's ``values`` are copied to the shards
+    of all ranks."""
     if is_sharded(parameter):
         from torch.distributed.tensor import distribute_tensor  # slow to import
 
@@ -117,7 +118,7 @@ class PartialLinear(nn.Linear, Layer):
         return layer
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``x @ Wᵀ + bias`` with this rank's shard of the weight."""
+        """Compute ``x @ Wᵀ + bias`` with this rank's shard of the weight."""
         return F.linear(x, local(self.weight), bias)
 
     def sum_gradients(self, group: Group) -> bool:
@@ -154,7 +155,8 @@ class ReplicatedLinear(PartialLinear):
     """A replicated linear layer in a model with sharded layers: [..., C] -> [..., O]."""
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``x @ Wᵀ + bias``; the gradient of W is summed over ranks that have different tokens."""
+        """Compute ``x @ Wᵀ + bias``. If the ranks have different tokens, the backward sums the gradient of W over the
+        ranks."""
         return F.linear(x, replicated(self.weight, self.group), bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -168,8 +170,8 @@ def ranks_of(linear: nn.Linear) -> Group | None:
 
 
 def row_parallel(linear: nn.Linear) -> RowParallelLinear | None:
-    """Return the layer if its inputs are sharded; otherwise None.
+    """Return the layer itself if its input features are sharded over ranks; otherwise return None.
 
-    A fused op must call the ``sum`` of a returned layer.
+    If a fused op computes a returned layer, it must call the layer's ``sum`` afterwards.
     """
     return linear if isinstance(linear, RowParallelLinear) else None

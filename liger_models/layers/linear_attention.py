@@ -60,9 +60,9 @@ class LigerGatedRMSNorm(Layer):
 class LinearAttention(Layer):
     """Base class of layers with one packed input projection, a short convolution and a recurrence over a state.
 
-    The rows of ``in_proj`` and of the convolution are grouped into ``units``. Each unit has the rows of some heads.
-    Tensor and context parallelism give each rank the same number of units. A derived class implements `mix`, sets
-    ``out_proj``, and lists its own sharded parameters in `own_shards`.
+    The rows of ``in_proj`` and of the convolution are grouped into ``units``. A unit consists of the rows of some
+    heads. Under tensor and context parallelism, all ranks have the same number of units. A derived class implements
+    `mix`, sets ``out_proj``, and lists its own sharded parameters in `own_shards`.
 
     Args:
         hidden_size: C.
@@ -247,7 +247,7 @@ class LinearAttention(Layer):
         return torch.cat(outs, 1).flatten(0, 1)[:, None]
 
     def by_part(self, parameter: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Reorder the rows of this rank's shard of a parameter, so that they are grouped by part instead of by unit.
+        """Reorder the rows of this rank's shard of a parameter from groups by unit to groups by part.
 
         ``sizes`` lists how many rows each part has in a unit.
         """
@@ -264,7 +264,8 @@ class LinearAttention(Layer):
         self, inputs: Tensor, sizes: Sequence[int], state: Tensor | None, options: dict[str, Any],
         activation: str | None = "silu",
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Convolve ``inputs`` [B, T, U · sum(sizes)], the joined parts of all units. Returns ``(result, state)``."""
+        """Convolve ``inputs`` [B, T, U · sum(sizes)], which holds the parts of all units side by side. Returns
+        ``(result, state)``."""
 
         def compute() -> tuple[Tensor, Tensor | None]:
             bias = None if self.conv_bias is None else self.by_part(self.conv_bias, sizes)
@@ -283,7 +284,7 @@ def run(
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """Run an op or its reference implementation.
 
-    Returns ``(result, final state)``. For an op, the final state is None if ``stateful`` is False.
+    Returns ``(result, final state)``. If the op runs and ``stateful`` is False, the final state is None.
     """
     first = args[0]
     assert first is not None

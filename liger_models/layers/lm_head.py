@@ -31,7 +31,7 @@ matrix stay aligned to 16 bytes, which fast matrix products need.
 
 
 class _Rows(torch.autograd.Function):
-    """Selects rows of x [N, C] by index, each at most once."""
+    """Selects rows of x [N, C] by their indices, which must all be different."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
@@ -75,10 +75,9 @@ class LabeledRows:
             self.copied = stream.record_event()
 
     def select(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return n rows of x [..., C] and of the targets. They include all rows that have a target.
+        """Return n rows of x [..., C], and the same rows of the targets. All rows that have a target are among them.
 
-        The number n is a multiple of `ROW_MULTIPLE`. If n is not below the number of rows, x and the targets are
-        returned as they are.
+        n is a multiple of `ROW_MULTIPLE`. If there are at most n rows, x and the targets are returned unchanged.
         """
         if self.copied is not None:
             self.copied.synchronize()
@@ -91,7 +90,8 @@ class LabeledRows:
         return selected, self.target.flatten()[self.rows]
 
     def spread(self, results: Tensor) -> Tensor:
-        """Expand results for the rows from `select` to the shape of the targets, with zeros for all other rows."""
+        """Expand the results for the rows that `select` returned to the shape of the targets, with zeros for all other
+        rows."""
         if self.rows is None:
             return results
         whole = results.new_zeros(self.target.numel()).index_copy(0, self.rows, results)
@@ -139,14 +139,16 @@ class LigerLMHead(nn.Linear, Layer):
         return inference_linear(x, local(self.weight), bias)
 
     def operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return an input and a weight whose product is the logits before scale and cap.
+        """Return two matrices, an input and a weight. Their product is the logits before scale and cap.
 
-        A bias and adapters add columns to both matrices. Thus every loss function only needs two matrices.
+        A bias and adapters become additional columns of the two matrices, so every loss function needs only two
+        matrices.
         """
         return self.with_bias(x, local(self.weight))
 
     def with_bias(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Append columns to x [..., C] and the weight [V, C] so that their product includes the bias, if any."""
+        """If there is a bias, append columns to x [..., C] and to the weight [V, C] so that their product includes the
+        bias."""
         bias = local_or_none(self.bias)
         if bias is None:
             return x, weight

@@ -130,10 +130,10 @@ class LigerMamba2(LinearAttention):
     """The state-space mixer of Mamba-2, with one packed input projection.
 
     The H heads, and the channels of B and C of all G groups, are divided into U units. For each unit, ``in_proj`` has
-    rows for the gates of the unit's heads, for their values, for a share of the channels of B, for a share of the
-    channels of C, and for the step sizes of the heads (one row per head). The rows of ``conv_weight`` are also grouped
-    by unit, but cover only values, B and C. Each of R ranks has some of the units. If there are more ranks than groups,
-    several ranks share a group and exchange its B and C after the convolution.
+    the rows of the unit's gates, values, channels of B, channels of C, and step sizes (one row per head), in this
+    order. The rows of ``conv_weight`` are also grouped by unit, but cover only values, B and C. Each of R ranks has
+    some of the units. If there are more ranks than groups, several ranks share a group. After the convolution, these
+    ranks exchange the group's B and C.
 
     Args:
         hidden_size: C.
@@ -215,7 +215,8 @@ class LigerMamba2(LinearAttention):
     def units_of(num_heads: int, head_dim: int, num_groups: int, state_size: int) -> tuple[int, tuple[int, ...]]:
         """Return the number of units, and the number of rows of each part in a unit.
 
-        There are as many units as possible with equal numbers of heads and equal numbers of channels of B and C.
+        All units have the same number of heads and the same number of channels of B and C. Under this condition, there
+        are as many units as possible.
         """
         channels = num_groups * state_size
         units = math.gcd(num_heads, channels)
@@ -296,9 +297,7 @@ class LigerMamba2(LinearAttention):
 
     def _own_groups(self, convolved: Tensor, widths: list[int]) -> tuple[Tensor, int]:
         """Replace this rank's channels of B and C by all channels of the groups to which the rank's heads belong.
-
-        Returns the tensor and the number of these groups.
-        """
+        Returns the new tensor and the number of these groups."""
         ranks = self.ranks
         if ranks is None or self.num_groups % ranks.size == 0:
             return convolved, widths[1] // self.state_size

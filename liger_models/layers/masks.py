@@ -56,7 +56,7 @@ class Segments:
 
     @classmethod
     def of_parts(cls, visible: Tensor, part: Tensor, recurring: bool = False) -> "Segments":
-        """Build a segment for each group of queries that attend to the same parts; see `parts_mask`.
+        """Group the queries that attend to the same parts, and build a segment for each group; see `parts_mask`.
 
         Synchronizes with the device.
         """
@@ -77,7 +77,8 @@ class Segments:
 
     @classmethod
     def of_rows(cls, B: int, T: int, cu_seqlens: Tensor | None, device: torch.device) -> "Segments":
-        """Build one segment per packed document. If ``cu_seqlens`` is None, build one per row of the batch [B, T]."""
+        """Build one segment per packed document or, if ``cu_seqlens`` is None, one segment per row of the batch [B, T].
+        """
         bounds = torch.arange(0, (B + 1) * T, max(T, 1), device=device)
         if cu_seqlens is not None:
             bounds = torch.cat([bounds, cu_seqlens.to(device, torch.int64).clamp(max=B * T)]).sort()[0]
@@ -261,9 +262,8 @@ def _block_mask(
 ) -> "BlockMask":
     """Build the block mask of `text_mask`.
 
-    The mask is computed from the first and last token and the first and last document of each block, not from all pairs
-    of tokens. The window and the cached length are tensors, so that flex_attention is compiled only once for all their
-    values.
+    For each block, only the first and last token and the first and last document are compared, not all pairs of tokens.
+    The window and the cached length are tensors, so that flex_attention is compiled only once for all their values.
     """
     S = past + T
     # These are tensors, because a Python number would become a constant of the compiled kernel.
@@ -362,7 +362,8 @@ def _from_blocks(
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Count each query's True keys in ``blocks`` [B, queries, keys], and sort its keys so that True keys come first.
+    """For each query, count the True keys in ``blocks`` [B, queries, keys], and sort the keys so that True keys come
+    first.
 
     Both results have an additional dimension, for heads, after the first dimension.
     """

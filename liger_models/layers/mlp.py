@@ -198,8 +198,8 @@ class GatedMLP(Layer):
 class LigerXIELU(Layer):
     """The parameters of xIELU: two trained coefficients, and two constants that come from the checkpoint.
 
-    The coefficients are ``softplus(alphas[0])`` and ``constants[0] + softplus(alphas[1])``. The constants are β and ε.
-    In a new layer, both coefficients are 0.8, β is 0.5, and ε is −1e-6.
+    The constants are β and ε, and the coefficients are ``softplus(alphas[0])`` and ``β + softplus(alphas[1])``. In a
+    new layer, both coefficients are 0.8, β is 0.5, and ε is −1e-6.
 
     Source: https://arxiv.org/abs/2411.13010.
     """
@@ -227,7 +227,8 @@ class LigerXIELU(Layer):
         return True
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Replicate the coefficients. Each rank applies them to its own columns of the activation's input."""
+        """Replicate the coefficients. Each rank applies all coefficients to its own columns of the activation's input.
+        """
         self.group = group
         return {}
 
@@ -436,10 +437,8 @@ class LigerTiledGEGLUMLP(TiledMLP, LigerGEGLUMLP):
 
 
 def _configured_act(name: str, config: MLPConfig, default: str, allowed: tuple[str, ...]) -> str:
-    """Return the name that kernels use for the activation ``hidden_act``.
-
-    If it is not configured, ``default`` is used.
-    """
+    """Return the name that kernels use for the config's activation (``hidden_act``) or, if the config names none, for
+    ``default``."""
     hidden_act = getattr(config, "hidden_act", default)
     if hidden_act not in allowed:
         raise ValueError(f"{name}: hidden_act must be one of {allowed}, got {hidden_act!r}.")

@@ -42,7 +42,8 @@ MATRICES = ("gate_up_weight", "down_weight")
 
 
 class CorrectionBias(Layer):
-    """A bias for each expert. The router adds the bias to the expert's score to choose experts, but not to weight them.
+    """A bias for each expert. The router chooses experts by the sum of score and bias, but computes the routing weights
+    from the score alone.
 
     The biases balance the load of the experts. The biases are in fp32 whatever the dtype of the model. An optimizer
     does not change the biases, because they get no gradient; see `update_correction_biases`.
@@ -219,7 +220,7 @@ class LigerMoE(Layer):
 
     @property
     def active_share(self) -> float:  # type: ignore[override]
-        """Number of experts that a token passes through, as a fraction of all experts."""
+        """The fraction of all experts that a token passes through."""
         return self.top_k / self.num_experts
 
     @property
@@ -326,7 +327,8 @@ class LigerMoE(Layer):
         return y, residual, router_logits
 
     def forward(self, x: Tensor, experts: Tensor | None = None, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Map x [..., C] to ``(y [..., C], router_logits [N, X])`` for N tokens; ``experts`` is [..., K] or None.
+        """Return the output [..., C] for x [..., C], and the router logits [N, X] of the N tokens; ``experts`` is [...,
+        K] or None.
 
         If ``addend`` [..., C] is not None, it is added to y.
         """
@@ -340,7 +342,8 @@ class LigerMoE(Layer):
         return self._route(router_logits)[1]
 
     def _route(self, logits: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(weights [N, K], experts [N, K], logits [N, X])``. Given ``experts`` replace the router's choice.
+        """Return ``(weights [N, K], experts [N, K], logits [N, X])``. If ``experts`` are given, they replace the
+        router's choice.
 
         Routing is never recomputed, because the backward must use the same experts as the forward.
         """
@@ -411,12 +414,8 @@ class LigerMoE(Layer):
     def _of_all_tokens(
         self, weights: Tensor, experts: Tensor, logits: Tensor, shape: torch.Size, group: Group
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the router's results for all tokens.
-
-        If the ranks have different tokens, the results of all ranks are gathered.
-
-        ``shape`` is [B, T], the shape of all tokens.
-        """
+        """Return the router's results for all tokens, whose shape is [B, T] (``shape``). If the ranks have different
+        tokens, gather the results of all ranks."""
         if not group.sequence_parallel:
             return sum_gradient(weights, group), experts, logits
         # Tokens [B, T / R] are gathered along the second dimension.
@@ -500,7 +499,8 @@ class LigerSharedExpertMoE(Layer):
         return y, residual, router_logits
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Map x [..., C] to ``(y [..., C], router_logits [N, X])`` for N tokens; ``experts`` is [..., K] or None."""
+        """Return the output [..., C] for x [..., C], and the router logits [N, X] of the N tokens; ``experts`` is [...,
+        K] or None."""
         if torch.is_grad_enabled():
             y, router_logits = self.experts(x, experts)
             return y + self._shared(x), router_logits
@@ -517,7 +517,8 @@ class LigerSharedExpertMoE(Layer):
 
 @torch.no_grad()
 def update_correction_biases(model: Any, experts: Tensor, rate: float = 1e-3) -> None:
-    """Raise the `CorrectionBias` of experts that got fewer tokens than the mean, and lower those of experts with more.
+    """Raise the `CorrectionBias` of experts that got fewer tokens than the mean, and lower the `CorrectionBias` of
+    experts that got more.
 
     Call this function after the backward of a step, on all ranks. In each layer, the bias of expert ``e`` changes by
     ``rate · sign(mean(load) − load_e)``, where ``load_e`` is the number of tokens that expert ``e`` had on all

@@ -147,7 +147,7 @@ class LigerRMSNorm(Layer):
         return function(x, residual, self.local_weight(residual), self.eps, self.offset, self.scale_in_fp32)
 
     def as_fused(self) -> FusedNorm | None:
-        """Return the norm in the form that fused ops take; None if the norm must be called as a module."""
+        """Return the norm in the form that fused ops take, or None if the norm must be called as a module."""
         if self.weight is None or not (self.kernel and is_plain(self)):
             return None
         return FusedNorm(self.local_weight(self.weight), None, "rms_norm", self.eps, self.offset, self.scale_in_fp32)
@@ -249,7 +249,7 @@ class LigerLayerNorm(Layer):
         return function(x, residual, *self._own(), self.eps)
 
     def as_fused(self) -> FusedNorm | None:
-        """Return the norm in the form that fused ops take; None if the norm must be called as a module."""
+        """Return the norm in the form that fused ops take, or None if the norm must be called as a module."""
         return FusedNorm(*self._own(), "layer_norm", self.eps) if self.kernel and is_plain(self) else None
 
     def _own(self) -> tuple[Tensor, Tensor | None]:
@@ -271,7 +271,8 @@ def add_norm(norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tupl
     """Add ``x`` (if not None) to ``residual``. Returns ``(norm(residual), residual)``, both [..., C].
 
     If the norm has a method ``add``, this method computes both results in one kernel. Any other norm is called with the
-    sum. Without a norm, the sum is returned twice, for models such as OLMo 2, whose branches have no norm before them.
+    sum. If there is no norm, the sum is returned twice. This is the case in models such as OLMo 2, whose branches have
+    no norm before them.
     """
     add = getattr(norm, "add", None)
     if add is not None:
@@ -327,15 +328,16 @@ def is_fusible(*linears: nn.Module) -> bool:
 
 
 def _attribute(linear: nn.Module, name: str) -> Any:
-    """Return an attribute that ordinary linear layers lack; None if the layer does not have it.
+    """Return an attribute that ordinary linear layers lack, or None if the layer lacks it too.
 
-    The attribute is not looked up in ordinary layers, because the search for a missing attribute takes a microsecond.
+    In ordinary layers, the attribute is not looked up, because the search for a missing attribute takes a microsecond.
     """
     return None if type(linear) in ORDINARY_LINEARS else getattr(linear, name, None)
 
 
 def float8_recipe(*linears: nn.Module) -> str | None:
-    """Return the float8 recipe with which a fused op computes these layers; None if they have no common recipe."""
+    """Return the float8 recipe with which a fused op computes these layers, or None if they do not have the same
+    recipe."""
     recipes: set[str | None] = {_attribute(linear, "float8_recipe") for linear in linears}
     if len(recipes) > 1 or None in recipes:
         return None
@@ -351,13 +353,15 @@ def gathered_float8(linear: nn.Module) -> Float8 | None:
 
 
 def low_rank_of(linear: nn.Module, dtype: torch.dtype) -> LowRank | None:
-    """Return a layer's adapter matrices A and B for a fused op that computes in ``dtype``; None without adapters."""
+    """Return a layer's adapter matrices A and B for a fused op that computes in ``dtype``, or None if the layer has no
+    adapters."""
     low_rank: Callable[[torch.dtype], LowRank | None] | None = _attribute(linear, "low_rank")
     return None if low_rank is None else low_rank(dtype)
 
 
 def row_order(linear: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """Return a function that puts the outputs of a fused op into the layer's order; None if they are in this order."""
+    """Return a function that sorts the outputs of a fused op into the layer's order, or None if they are already in
+    this order."""
     order: Callable[[Tensor], Tensor] | None = _attribute(linear, "row_order")
     return order
 

@@ -44,9 +44,9 @@ def offloaded_blocks(blocks: int, count: int) -> frozenset[int]:
 class Inbound:
     """Sequential copies from host memory to an accelerator, on two alternating streams.
 
-    A GPU processes all queued copies of one stream before the copies of other streams. With a single stream, a copy in
-    the compute stream would therefore wait for all prefetches in flight. FSDP2 makes such a copy in the backward of
-    each block.
+    A GPU processes all queued copies of one stream before the copies of other streams. If all prefetches were queued on
+    a single stream, a copy in the compute stream would therefore wait for all of them. FSDP2 makes such a copy in the
+    backward of each block.
 
     Attributes:
         streams: the two streams; the next copy runs on the first one.
@@ -131,7 +131,7 @@ class Kept:
     def take(self) -> Tensor:
         """Return the bytes of the storage, on the device.
 
-        After ``uses`` calls, the device memory is released. A second backward fetches the bytes again.
+        The device memory is released after ``uses`` calls. If a second backward follows, it fetches the bytes again.
         """
         assert self._back is not None
         data = self._back
@@ -150,7 +150,7 @@ class Kept:
 
 
 class Place(NamedTuple):
-    """A saved tensor as a view of an offloaded storage."""
+    """The position of a saved tensor in an offloaded storage: the tensor is a view of this storage."""
 
     kept: Kept
     dtype: torch.dtype
@@ -176,14 +176,14 @@ class Offload:
     def saving(self, leave: bool) -> saved_tensors_hooks:
         """Context manager for running a block. If ``leave`` is True, the tensors that the block saves are offloaded.
 
-        When the backward reaches a block that ran within this context, copies of the tensors of earlier blocks are
-        started.
+        When the backward reaches a block that ran within this context, it starts to copy the tensors of earlier blocks
+        back to the device.
         """
         return saved_tensors_hooks(self._pack if leave else self._keep, self._unpack)
 
     def settle(self, most: int = 0) -> None:
-        """Make the compute stream wait until at most ``most`` bytes are in flight, and free the tensors copied by
-        then."""
+        """Make the compute stream wait until copies of at most ``most`` bytes are unfinished. Free the tensors whose
+        copies have finished by then."""
         under_way = sum(data.nbytes for data, _ in self._leaving)
         while under_way > most:
             data, kept = self._leaving.popleft()

@@ -52,7 +52,8 @@ class PagePool(PagedCache):
         self._holders = [0] * pages
 
     def resize(self, kept: list[int]) -> None:
-        """Keep only the rows ``kept``, renumbered from 0. The caller must assign pages and capture the step again."""
+        """Keep only the rows ``kept``, renumbered from 0. Afterwards, the caller must assign pages to the rows again,
+        and capture the step again."""
         rows = self.upload(kept)
         self._states = {layer: tuple(state[rows] for state in states) for layer, states in self._states.items()}
         self._make_tables(len(kept))
@@ -79,7 +80,7 @@ class PagePool(PagedCache):
         return pages
 
     def share(self, pages: list[int]) -> list[int]:
-        """Record that one more row holds these pages, and return the pages."""
+        """Record that one more row uses these pages, and return the pages."""
         for page in pages:
             self._holders[page] += 1
         return list(pages)
@@ -92,7 +93,7 @@ class PagePool(PagedCache):
                 self._free.append(page)
 
     def assign(self, row: int, pages: list[int]) -> None:
-        """Write the pages of a row, in the order of the row's tokens, to the table on the host."""
+        """Write the list of a row's pages, in the order of the row's tokens, to the table on the host."""
         self._host_table[row] = 0
         self._host_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
@@ -144,17 +145,18 @@ class PagePool(PagedCache):
         return (self.lengths * (self.remaining > 0)).long()[:, None]
 
     def step(self) -> None:
-        """Like `PagedCache.step`, for the rows that have remaining tokens."""
+        """Like `PagedCache.step`, but only for the rows that still have tokens to generate."""
         positions = self.positions
         self.slots = self._slots_of(self._table, positions)[:, 0] * (self.remaining > 0)  # idle rows write to page 0
         self.lengths.copy_(positions[:, 0] + 1)
         self.pages, self.length, self.width = Pages(self._table, self.lengths), 1, 1
 
     def speculate(self, n: int, offset: int = 0) -> Tensor:
-        """Prepare a forward of n tokens per row. After it, `accept` keeps the first tokens of each row.
+        """Prepare a forward of n tokens per row. After the forward, `accept` keeps the first of these tokens in each
+        row.
 
-        In this forward, each token is a separate row of the batch: the batch has ``rows · n`` rows, and the n tokens of
-        a row of the pool are consecutive. Neither ``lengths`` nor the linear-attention states change.
+        In this forward, each token is a separate row of the batch. The batch thus has ``rows · n`` rows, in which the n
+        tokens of each row of the pool are consecutive. Neither ``lengths`` nor the linear-attention states change.
 
         Args:
             n: number of tokens of each row.
@@ -177,9 +179,8 @@ class PagePool(PagedCache):
         self._drafted.setdefault(layer, []).append(states)
 
     def accept(self, counts: Tensor) -> None:
-        """Accept the first ``counts`` [rows] of the tokens that `speculate` prepared for each row.
-
-        The states after these tokens are kept.
+        """Of the tokens that `speculate` prepared for row r, accept the first ``counts[r]``, and keep the states after
+        them.
 
         The caller must update ``lengths`` and ``remaining``.
         """
@@ -208,13 +209,13 @@ class PagePool(PagedCache):
         return keys[self._history].flatten(0, 1)[None, :end], values[self._history].flatten(0, 1)[None, :end]
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
-        """Like `DecodeCache.states`, for the rows that take part in the forward."""
+        """Like `DecodeCache.states`, but only for the rows that take part in the forward."""
         if self.pages is not None:
             return self._states[layer]
         return tuple(state[self._filled] for state in self._states[layer]) if self.length else None
 
     def replace_states(self, layer: int, *states: Tensor) -> None:
-        """Like `DecodeCache.replace_states`, for the rows that take part in the forward."""
+        """Like `DecodeCache.replace_states`, but only for the rows that take part in the forward."""
         n = len(self._filled)
         for held, state in zip(self._states[layer], states, strict=True):
             if self.pages is not None:

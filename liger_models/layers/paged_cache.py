@@ -23,8 +23,8 @@ class PagedCache(DecodeCache):
     replayed for later tokens and for other prompts.
 
     Call `start` before a forward of prompts, `settle` after it, and `step` before each forward of one token per row.
-    ``length`` is the number of tokens, including padding, that the host has counted. Because the host does not count
-    replayed steps, a step only reads whether ``length`` is 0.
+    ``length`` is the number of tokens, including padding, that the host has counted. The host does not count replayed
+    steps, so a step may rely only on whether ``length`` is 0.
 
     Args:
         rows: number of rows in a step. If the prompts need fewer rows, the remaining rows repeat the last one.
@@ -127,7 +127,8 @@ class PagedCache(DecodeCache):
             self.bounds = None
 
     def grow(self, capacity: int) -> None:
-        """Grow to ``capacity`` tokens per row. Pages and table then have new addresses, so capture the step again."""
+        """Grow to ``capacity`` tokens per row. The pages and the table get new addresses, so the caller must capture
+        the step again."""
         (rows, count), new = self._own.shape, -(-capacity // self.page)
         pages = torch.arange(rows * count, rows * new, dtype=torch.int32, device=self._own.device).view(rows, -1)
         self._own, self._table = (torch.cat([table, pages], 1) for table in (self._own, self._table))
@@ -172,7 +173,7 @@ class PagedCache(DecodeCache):
 
     @property
     def is_settled(self) -> bool:
-        """Whether ``extra`` has the same tensors as after `settle`, so that a captured step reads all of them."""
+        """Whether ``extra`` still has the same tensors as after `settle`. If so, a captured step reads all of them."""
         same = all(self.extra.get(name) is x for name, x in self._fixed.items())
         return same and len(self.extra) == len(self._fixed)
 

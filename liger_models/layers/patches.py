@@ -2,8 +2,8 @@
 
 The patches of all images and videos of a batch are concatenated. For each image or video, ``grid_thw`` has three
 numbers, as in Hugging Face's processors: the number of frames, and the numbers of patch rows and patch columns in a
-frame. Patches that are merged into one token form a block. Patches are ordered by block, and within a block by row, so
-the patches of a block are adjacent.
+frame. The patches that are merged into one token form a block. Patches are ordered by block, and within a block by row.
+The patches of a block are therefore adjacent.
 """
 
 from typing import NamedTuple
@@ -39,7 +39,7 @@ class Patches(NamedTuple):
     def take(self, order: Tensor, unit: int) -> "Patches":
         """Reorder groups of ``unit`` patches.
 
-        For each new group, ``order`` [N / unit] int64 has the group's old index.
+        ``order`` [N / unit] int64 lists the old index of each group, in the new order.
         """
         return Patches(*(column.unflatten(0, (-1, unit))[order].flatten() for column in self))
 
@@ -161,7 +161,7 @@ def mrope_positions(
 
 
 def count_torn(here: Tensor, sizes: Tensor, parts: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Count the image tokens that do not directly follow the previous token of the same part, although they should.
+    """Count the image tokens that should directly follow the previous token of the same part, but do not.
 
     Args:
         here: [B, T] bool, whether each token belongs to one of the images (or videos).
@@ -181,7 +181,8 @@ def count_torn(here: Tensor, sizes: Tensor, parts: Tensor, cu_seqlens: Tensor | 
 
 
 def ends_of_runs(inside: Tensor) -> Tensor:
-    """Map each True entry of ``inside`` [B, T] to the last index of its run of True, and any other to its own index."""
+    """Map each True entry of ``inside`` [B, T] to the last index of its run of True entries, and each False entry to
+    its own index."""
     T = inside.shape[1]
     index = torch.arange(T, device=inside.device).expand_as(inside)
     last = inside & ~torch.nn.functional.pad(inside, (0, 1))[:, 1:]
@@ -219,8 +220,8 @@ def interpolate_positions(weight: Tensor, patches: Patches, *, aligned: bool = T
 def resample_positions(weight: Tensor, patches: Patches) -> Tensor:
     """Resample the learned positions of a square grid to the grid of each image, as PyTorch's ``interpolate`` does.
 
-    The interpolation is bilinear. If the grid of the image is smaller than the learned grid, each result is the
-    weighted mean of more positions (``antialias``). The borders of both grids coincide.
+    The interpolation is bilinear. If the grid of the image is smaller than the learned grid, more learned positions
+    enter each weighted mean (``antialias``). The borders of both grids coincide.
 
     Args:
         weight: [side², C].
@@ -240,7 +241,8 @@ def resample_positions(weight: Tensor, patches: Patches) -> Tensor:
 
 
 def _averaging_weights(index: Tensor, length: Tensor, side: int, dtype: torch.dtype) -> Tensor:
-    """For each of N positions on a line of ``length`` points, return weights [N, side] of the original points."""
+    """A line of ``side`` points is resampled to ``length`` points. For N of these points, return the weights [N, side]
+    of the original points."""
     scale = side / length.clamp_min(1).to(dtype)
     center = (index.to(dtype) + 0.5) * scale
     points = torch.arange(side, device=index.device, dtype=dtype) + 0.5
@@ -250,7 +252,8 @@ def _averaging_weights(index: Tensor, length: Tensor, side: int, dtype: torch.dt
 
 
 def _aligned_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the two neighbors of each position on a line of ``side`` points, and their weights."""
+    """A line of ``side`` points is interpolated at ``length`` points, so that the first and last points coincide.
+    Return the two neighbors of each interpolated point, and their weights."""
     position = index.float() * (side - 1) / (length - 1).clamp_min(1)
     first = position.floor()
     distance = position - first
@@ -258,9 +261,9 @@ def _aligned_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple[T
 
 
 def _unaligned_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
-    """Like `_aligned_neighbors`, but the borders of both grids coincide.
+    """Like `_aligned_neighbors`, but the outer borders of the grids coincide instead of the first and last points.
 
-    Neighbors outside of the line have the weight 0.
+    A neighbor beyond the end of the line has the weight 0.
     """
     position = (index.float() + 0.5) * side / length - 0.5
     first = position.floor()
@@ -273,7 +276,7 @@ def _unaligned_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple
 
 
 def _cubic_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the four neighbors of each position, and their weights, if the borders of both grids coincide.
+    """Like `_unaligned_neighbors`, but return the four neighbors of each interpolated point, and their weights.
 
     The weight of a neighbor is a cubic function of its distance, with PyTorch's parameter −0.75. A weight may be
     negative.
@@ -297,7 +300,7 @@ def _divide(index: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _share_out(here: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Assign the tokens marked in ``here`` [B, T] to consecutive items of the given sizes. Returns the same as
+    """Assign the tokens that are True in ``here`` [B, T], in order, to items of the given sizes. Returns the same as
     `_split_by`."""
     rank = (here.flatten().cumsum(0) - 1).view(here.shape).clamp_min(0)  # index among all marked tokens
     return _split_by(sizes, rank)

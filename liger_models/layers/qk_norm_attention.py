@@ -59,7 +59,7 @@ class LigerQKNormAttention(LigerAttention):
         """The process group over whose heads the norms average; None if they average only over this rank's heads."""
 
     def shard(self, group: Group) -> dict[str, int]:
-        """See `LigerAttention.shard`. A norm over all heads uses the mean of squares over the heads of all ranks."""
+        """See `LigerAttention.shard`. If a norm covers all heads, its mean of squares covers the heads of all ranks."""
         dims = super().shard(group)
         if not self.whole_projection:
             # All ranks normalize their own heads with the same weights, so the gradients of the weights are summed over
@@ -73,7 +73,7 @@ class LigerQKNormAttention(LigerAttention):
     def shard_tokens(self, group: Group) -> None:
         """See `LigerAttention.shard_tokens`.
 
-        A norm over all heads uses the mean of squares over the heads of all ranks.
+        If a norm covers all heads, its mean of squares covers the heads of all ranks.
         """
         super().shard_tokens(group)
         self.mean_group = group if self.whole_projection else None
@@ -93,7 +93,8 @@ class LigerQKNormAttention(LigerAttention):
         )  # fmt: skip
 
     def _reads_norms(self) -> bool:
-        """Whether a fused op may read the norms, which have the same constants, instead of calling them."""
+        """Whether a fused op may read the weights of the norms instead of calling the norms: they are plain and have
+        the same constants."""
         q, k, plain = self.q_norm, self.k_norm, LigerRMSNorm.forward
         if type(q).forward is not plain or type(k).forward is not plain or is_hooked(q) or is_hooked(k):
             return False

@@ -17,7 +17,7 @@ _REPEATS: ContextVar[bool | None] = ContextVar("repeats", default=None)
 def is_hooked(module: nn.Module) -> bool:
     """Whether calling the module runs code other than its class's forward: hooks, or a replaced forward.
 
-    Hooks whose attribute ``only_checks`` is True are ignored, because they do nothing but raise errors.
+    Hooks whose attribute ``only_checks`` is True are ignored, because they only raise errors.
     """
     return "forward" in module.__dict__ or has_hooks(module)
 
@@ -43,7 +43,7 @@ def run_preparing_hooks(module: nn.Module) -> None:
 
 
 def repeats() -> bool | None:
-    """Whether the running block is being recomputed in the backward; None outside of `run_again`.
+    """Whether the backward is recomputing the block that is running; None outside of `run_again`.
 
     The recomputation of a block stops after the last tensor that the backward needs.
     """
@@ -51,7 +51,7 @@ def repeats() -> bool | None:
 
 
 def recomputes(part: Any) -> bool:
-    """Whether a part of a block is to be recomputed on its own.
+    """Whether the backward is to recompute this part of a block on its own.
 
     The result is False if the whole block is recomputed.
     """

@@ -62,7 +62,8 @@ class LongRopeScaling:
     """LongRoPE: each frequency has a divisor for documents up to the original length, and another for longer documents.
 
     Cos and sin are multiplied by ``short_mscale`` for short documents and by ``long_mscale`` for long ones, as in the
-    files of Phi-3.5-MoE. If these factors are None, the factor from `longrope_attention_factor` is used instead.
+    files of Phi-3.5-MoE. If ``short_mscale`` and ``long_mscale`` are None, cos and sin are multiplied by
+    `longrope_attention_factor`.
     """
 
     short_factor: list[float]
@@ -156,7 +157,7 @@ def _llama3_frequencies(base: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 def _yarn_frequencies(base: Tensor, width: int, theta: float, scaling: YarnScaling) -> Tensor:
     def pair_of(rotations: float) -> float:
-        """Return the index of the pair of dimensions that turns ``rotations`` times over the original length."""
+        """Return the index of the pair of dimensions that makes ``rotations`` full turns over the original length."""
         turns = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
         return width * math.log(turns) / (2 * math.log(theta))
 
@@ -173,9 +174,9 @@ def _yarn_frequencies(base: Tensor, width: int, theta: float, scaling: YarnScali
 
 
 def switch_columns(rotary: Iterable[Layer], positions: Tensor) -> list[int]:
-    """Return the columns at which a row is long enough to switch its frequencies (`LongRopeScaling`).
+    """Return the columns at which some row becomes so long that its frequencies switch (`LongRopeScaling`).
 
-    Cached keys from before such a column were rotated with the old frequencies.
+    Keys that were cached before such a column were rotated with the old frequencies.
 
     Args:
         rotary: the rotary embeddings of a model.
@@ -294,7 +295,8 @@ class RotaryEmbedding(Layer):
         return torch.where(lengths > limit, _base_frequencies(self.width, self.theta * growth), inv_freq)
 
     def _lengths(self, position_ids: Tensor, lengths: Tensor | None) -> Tensor:
-        """Return the lengths that determine the frequencies: [1] for all tokens together, or [B, 1 or T, 1]."""
+        """Return the lengths that determine the frequencies: one length [1] for all tokens, or lengths [B, 1 or T, 1]
+        of rows or documents."""
         if not self.by_document:
             lengths = position_ids.max() + 1
         elif lengths is None:
@@ -337,7 +339,8 @@ class ProportionalRotaryEmbedding(RotaryEmbedding):
 
 
 class MultimodalRotaryEmbedding(RotaryEmbedding):
-    """Computes cos and sin of positions in time, height and width (M-RoPE). Each frequency applies to one of the three.
+    """Computes cos and sin of positions in time, height and width (M-RoPE). Each frequency applies to one of these
+    three coordinates.
 
     Args:
         width, theta, scaling, max_position_embeddings: as in `RotaryEmbedding`.
@@ -395,8 +398,8 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
 
 
 class AxialRotaryEmbedding(RotaryEmbedding):
-    """Computes cos and sin of a patch's row and column. The row determines the first half of the result, and the
-    column determines the second half.
+    """Computes cos and sin of a patch's row and column. The first half of cos and sin depends on the row, and the
+    second half on the column.
 
     Args:
         width: head dimension, a multiple of 4.

@@ -98,11 +98,11 @@ class TrainingMemory(NamedTuple):
     ) -> dict[str, int]:
         """Return the parts of the memory at the peak, which add up to the peak.
 
-        During the backward, gradients take more and more memory, and activations take less and less. If no block saves
-        less than the blocks before it, the peak is therefore reached at one of four times: when the head computes the
-        loss, when the backward of the blocks begins, when the backward of the blocks ends, or when all gradients exist.
-        If ``accumulate`` is above 1, all gradients exist at the same time as the activations. The peak must agree with
-        `memory.search.Search._peaks`, which computes the peaks of many candidates at once.
+        During the backward, gradients take more and more memory, and activations take less and less. Therefore, if each
+        block saves at least as much as the blocks before it, the peak is reached at one of four times: when the head
+        computes the loss, when the backward of the blocks begins, when the backward of the blocks ends, or when all
+        gradients exist. If ``accumulate`` is above 1, all gradients exist at the same time as the activations. The peak
+        must agree with `memory.search.Search._peaks`, which computes the peaks of many candidates at once.
 
         Args:
             policy: one of `CHECKPOINTING_POLICIES` for all blocks, or a sequence with a policy for each block.
@@ -160,7 +160,7 @@ def training_memory(
     """Estimate the memory of a training step with AdamW or Muon on one GPU, without sharding.
 
     Every block runs once per policy on tensors that have shapes but no values, and the sizes of all tensors that
-    autograd then holds are added up. Therefore user-defined blocks and layers are also counted correctly. If several
+    autograd then holds are added up. User-defined blocks and layers are therefore counted correctly, too. If several
     blocks are equal, only one of them runs. Frozen parameters are counted without gradients and moments. The
     activations of vision towers and of cross-attention to images are not counted.
 
@@ -232,7 +232,8 @@ def with_parameters(
     weights: Mapping[nn.Parameter, int],
     moments: Callable[[nn.Parameter], list[int]],
 ) -> TrainingMemory:
-    """Return an estimate with the same activations, but other bytes for parameters, gradients and moments.
+    """Return an estimate with the same activations, but with the given numbers of bytes for parameters, gradients and
+    moments.
 
     Args:
         memory: the estimate.

@@ -101,7 +101,7 @@ def plan_memory(
 
     The plan chooses a checkpointing policy for each block, the number of blocks that offload their activations, the
     number of blocks whose moments are kept in host memory, and whether the optimizer steps during the backward. None of
-    these choices changes the gradients, but gradient clipping requires that the optimizer steps after the backward.
+    these choices changes the gradients. If gradients are clipped, however, the optimizer must step after the backward.
     Blocks that save the same bytes are interchangeable, so the search only chooses how many blocks get each policy. The
     search skips a combination only if another combination is better, so it finds the best plan.
 
@@ -109,9 +109,9 @@ def plan_memory(
     take longer than the computation that they overlap with, and the bytes that the optimizer reads and writes. By
     default, the speeds of an H200 are assumed.
 
-    The estimated peak does not include the activations of vision towers. Instead, the plan leaves a larger margin for
-    them. The plan also ignores reference models, teachers, the time of collectives, and the C elements per token that
-    compiled blocks save under the policy "full".
+    The estimated peak does not include the activations of vision towers. To make room for these activations, the plan
+    leaves a larger margin. The plan also ignores reference models, teachers, the time of collectives, and the C
+    elements per token that compiled blocks save under the policy "full".
 
     Args:
         model: the model, on any device. The model is not changed. ``memory`` is required if the model is sharded, has
@@ -208,7 +208,7 @@ def _plan(search: Search, candidate: Candidate, budget: int) -> MemoryPlan:
 
 
 def usable_share(model: Decoder) -> float:
-    """Return how much of the budget a model's estimated peak memory may take, as a fraction."""
+    """Return the fraction of the budget that a model's estimated peak memory may take."""
     return SHARE if model.visual is None else SHARE_WITH_IMAGES
 
 

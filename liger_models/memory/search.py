@@ -3,8 +3,9 @@
 Blocks that save the same bytes and take the same time to recompute are of one type, and the search only chooses how
 many blocks of each type get each policy. The peak depends on two sums over blocks (bytes kept on the device, and bytes
 offloaded) and on two maxima: the most bytes that the backward recomputes for a single block, and the bytes of the
-largest offloaded tensor. The search tries all pairs of upper bounds for the two maxima. Choices within the same bounds
-are compared only by their sums. A choice is dropped if another choice takes fewer bytes and less time.
+largest offloaded tensor. The search tries all pairs of upper bounds for the two maxima. For each pair, it compares all
+choices that stay within the bounds, only by their sums. A choice is dropped if another choice takes fewer bytes and
+less time.
 """
 
 import functools
@@ -48,8 +49,8 @@ class Candidate(NamedTuple):
 class Case(NamedTuple):
     """All candidates that have a given number of offloaded blocks and stay within two bounds.
 
-    These candidates differ in their sums, in the number of blocks whose moments are kept in host memory, and in whether
-    the optimizer steps during the backward.
+    These candidates differ in three ways: the sums over their blocks, the number of blocks whose moments are kept in
+    host memory, and whether the optimizer steps during the backward.
 
     Attributes:
         offload: number of offloaded blocks.
@@ -151,9 +152,8 @@ class Search:
     def _compare_sums(self, case: Case, stay: Tensor, away: Tensor, in_backward: bool) -> None:
         """Compare the candidates of a case that have the given sums over blocks.
 
-        The number of blocks whose moments are kept in host memory has H possible values, and ``away`` has A sums. A
-        table [H, A] has a cell for each pair of such a value and such a sum. For each cell, bisection finds the fastest
-        row of ``stay`` for which the peak fits.
+        There are H possible numbers of blocks whose moments are kept in host memory, and A rows of ``away``. For each
+        of the H · A combinations, bisection finds the fastest row of ``stay`` for which the peak fits.
 
         Args:
             case: the case.
@@ -192,7 +192,7 @@ class Search:
             self.fastest = Candidate(best_stay, best_away, case.offload, int(host_counts[best]), in_backward)
 
     def _peaks(self, case: Case, away: Tensor, freed: Tensor, in_backward: bool) -> tuple[Tensor, Tensor]:
-        """Compute two tables [H, A]: the peaks while activations exist, and the peaks after activations are freed.
+        """Compute two tables [H, A] of peak memory: while activations exist, and after activations have been freed.
 
         The peaks in the first table do not include the activations that stay on the device. The caller adds the bytes
         of these activations. The peaks in the second table occur at the end of the backward or when the optimizer
@@ -230,8 +230,8 @@ class Search:
         return float(self.times.step(seconds, moved, 0, False))
 
     def _freed_bytes(self, offload: int) -> Tensor:
-        """For each possible number of blocks whose moments are kept in host memory, compute the bytes of these moments,
-        [H]."""
+        """For each of the H possible numbers of blocks whose moments are kept in host memory, compute the bytes of
+        these moments."""
         offloaded, moments = offloaded_blocks(self.blocks, offload), self.memory.moments
         choices = (host_blocks(self.blocks, count, offloaded) for count in self._host_counts)
         return torch.tensor([sum(moments[index] for index in blocks) for blocks in choices])
@@ -243,7 +243,8 @@ class Search:
         return tuple(sorted(counts.items()))
 
     def _best_sums(self, counts: tuple[tuple[int, int], ...], ceiling: int, largest: int | None) -> Tensor:
-        """Compute the sums over some blocks for each choice of their policies, [N, columns], fastest choice first.
+        """For each choice of policies for some blocks, compute the sums over these blocks. The result is [N, columns],
+        with the fastest choice first.
 
         A choice may be dropped if a faster choice needs no more bytes.
 
@@ -281,9 +282,9 @@ class Search:
     def policies(self, candidate: Candidate) -> list[str]:
         """Return the policy of each block.
 
-        Blocks that keep their activations on the device are ordered by saved bytes, fewest first, because the backward
-        frees the activations of the first blocks last. Among the offloaded blocks, the blocks that save many bytes are
-        evenly spread, because only a limited number of bytes can be copied at a time.
+        Among the blocks that keep their activations on the device, those that save the fewest bytes come first, because
+        the backward frees the activations of the first blocks last. Among the offloaded blocks, the blocks that save
+        many bytes are evenly spread, because only a limited number of bytes can be copied at a time.
         """
         offloaded = offloaded_blocks(self.blocks, candidate.offload_layers)
         policies = [""] * self.blocks
@@ -323,7 +324,7 @@ def host_blocks(blocks: int, count: int, offloaded: Collection[int]) -> tuple[in
 
 
 def _pareto(sums: Tensor) -> Tensor:
-    """Sort the rows of ``sums`` [N, columns] by time, and drop rows for which a faster row needs no more bytes.
+    """Sort the rows of ``sums`` [N, columns] by time. Drop a row if a faster row needs no more bytes.
 
     Each row is compared with only one faster row, so most of the rows that could be dropped are dropped, but not all.
     """

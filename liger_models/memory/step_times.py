@@ -49,10 +49,10 @@ class StepTimes(NamedTuple):
     accumulate: int
 
     def step(self, recomputed: Any, moved: Any, moments: Any, in_backward: bool) -> Tensor:
-        """Compute the seconds of a step. If the first three arguments are tensors, so is the result.
+        """Compute the seconds of a step. If the first three arguments are tensors, the result is a tensor too.
 
         Offloaded activations are copied to the host during the forward, and to the device during the backward. Moments
-        are copied in both directions during the optimizer's step, or during the backward if the optimizer steps there.
+        are copied in both directions while the optimizer steps, which is after or during the backward.
 
         Args:
             recomputed: seconds of recomputation per batch.
@@ -134,8 +134,8 @@ def _operations(module: nn.Module, tokens: int, length: int) -> tuple[float, flo
 def _shares(module: nn.Module, policy: str, share: float) -> Iterator[tuple[nn.Module, float]]:
     """For each module in a block, yield the module and the fraction of its operations that the backward repeats.
 
-    If a module does not define its fraction (`Layer.recomputed_share`), the fraction of its parent applies. ``share``
-    is the fraction of the parent of ``module``.
+    If a module does not define its own fraction (`Layer.recomputed_share`), the fraction of its parent module applies.
+    ``share`` is the fraction of the parent of ``module``.
     """
     answer = module.recomputed_share(policy) if isinstance(module, Layer) else None
     share = share if answer is None else answer
@@ -233,10 +233,8 @@ def _measure_blocks(
 
 
 def _run(block: nn.Module, policy: str, embeds: Tensor, layout: Any, device: torch.device) -> tuple[float, float]:
-    """Measure the seconds of a block's forward, and the seconds of forward and backward together.
-
-    Both results are medians over several runs. The first run is not counted.
-    """
+    """Measure the seconds of a block's forward, and the seconds of its forward and backward together. Each result is
+    the median of several runs. The first run is not counted."""
     recomputes = policy == "full" and is_replayable(block) and not is_compiled(block)
     forward: Callable[..., Any] = functools.partial(run_again, block) if recomputes else block
     trained = [parameter for parameter in block.parameters() if parameter.requires_grad]

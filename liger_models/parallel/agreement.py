@@ -1,4 +1,4 @@
-"""Checks that ranks have the same model and compatible batches, before the first forward and on demand.
+"""Checks that ranks have the same model and compatible batches. The checks run before the first forward and on demand.
 
 Ranks exchange digests of 8 bytes. If digests differ, ranks exchange more data, so that the error can name the
 difference.
@@ -150,7 +150,8 @@ def check_first_forward(
 
 
 class _Refusal:
-    """A stand-in for a list of parameter names, which raises ValueError when DistributedDataParallel reads the list."""
+    """An object that takes the place of a list of parameter names, and raises ValueError when DistributedDataParallel
+    reads the list."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -186,7 +187,7 @@ def weight_samples(model: Decoder) -> dict[str, int]:
 
 
 def current_samples(model: Decoder, hook: FirstForward) -> dict[str, int]:
-    """Return the samples of all weights that have not been written to since the samples were taken."""
+    """Return the samples (see `weight_samples`) of all weights that have not changed since the samples were taken."""
     versions = {name: version_of(parameter) for name, parameter in model.named_parameters()}
     return {name: sample for name, (sample, version) in hook.samples.items() if versions.get(name) == version}
 
@@ -236,8 +237,8 @@ def _check_averaged(model: Decoder, replicas: Collection[int]) -> None:
 
 
 def _check_hand_written(model: Decoder) -> None:
-    """Raise ValueError if ``fully_shard`` has sharded only some of the trained parameters. The gradients of the other
-    parameters would not be averaged."""
+    """Raise ValueError if ``fully_shard`` has sharded only some of the trained parameters, because the gradients of the
+    others would not be averaged."""
     if fsdp_modules(model) and not _all_in_fsdp(model):
         trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
         left_out = next((name for name in trained if not is_sharded(model.get_parameter(name))), "some")
@@ -295,10 +296,8 @@ def _digest(facts: dict[str, str]) -> bytes:
 
 
 def _gather(mine: Any, groups: Iterable[dist.ProcessGroup]) -> list[Any]:
-    """Gather the values of all ranks, ordered by rank.
-
-    Each group gathers what its ranks have gathered in the group before.
-    """
+    """Gather the values of all ranks, ordered by rank. The first group gathers its ranks' values, and each later group
+    gathers the results of the group before it."""
     values = [mine]
     for group in groups:
         parts: list[Any] = [None] * group.size()

@@ -18,14 +18,13 @@ _sums: Any = WeakTensorKeyDictionary()
 
 @torch.no_grad()
 def weight_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a digest of tensors, which covers the name of each tensor and the sum of its elements.
-
-    For the sum, the bits of each element are read as an integer.
+    """Return a digest of tensors, which covers the name of each tensor and a sum over its elements. This sum reads the
+    bits of each element as an integer.
 
     If a tensor is sharded, all ranks must call this function.
 
-    The digest does not depend on the number of ranks. Each rank reads only its own shards, and reads a shard again
-    only after a write to the shard. Ranks exchange one number per tensor.
+    The digest does not depend on the number of ranks. Each rank reads only its own shards, and reads a shard again only
+    if the shard has been written to. Ranks exchange one number per tensor.
 
     Args:
         tensors: pairs of a name and a tensor. All ranks must pass the same tensors, each rank with its own shards.
@@ -77,7 +76,8 @@ def _sum_of_shard(tensor: Tensor) -> Tensor:
 
 
 def version_of(tensor: Tensor) -> tuple[int, int]:
-    """Return two numbers: one changes when a DTensor is written to, the other when this rank's shard is written to."""
+    """Return two numbers. The first changes when a DTensor is written to, and the second when this rank's shard is
+    written to."""
     return tensor._version, local(tensor)._version
 
 

@@ -18,9 +18,9 @@ Model = TypeVar("Model", bound=Decoder)
 def apply_cp(model: Model, mesh: DeviceMesh, *, averaged: bool = False) -> Model:
     """Divide the tokens of every sequence, in order, among the R ranks of a mesh, in place. Each rank has T / R tokens.
 
-    All ranks must be given the same complete batch, and all return the same loss. Tokens of different ranks interact
-    only in attention. During attention, each rank has all tokens for 1 / R of the heads, so packed documents,
-    padding, windows and softcaps work as they do on one rank. Every rank runs the complete vision tower.
+    All ranks must get the same complete batch, and all return the same loss. Tokens of different ranks interact only in
+    attention. During attention, each rank has all tokens for 1 / R of the heads, so packed documents, padding, windows
+    and softcaps work as they do on one rank. Every rank runs the complete vision tower.
 
     Weights are replicated. Call `apply_fsdp` afterwards with the same mesh, to shard the weights over all ranks and
     to average the gradients. Alternatively, use DistributedDataParallel over all ranks, which also averages the

@@ -9,8 +9,8 @@ MAX is the largest float8 value, and q(W_l) are the codes of the whole weight::
 
 The forward and the backward use the same codes, which the backward transposes. Losses and gradients are bitwise
 identical to the results of gathering weights in bfloat16 and rounding them on every rank. Recipes with one scale per
-row round a weight twice: by rows for the forward, and by columns for the backward. The two codes of an element take as
-many bytes as the element in bfloat16, so with these recipes the weights are gathered in bfloat16.
+row round a weight twice: by rows for the forward, and by columns for the backward. With these recipes, the weights are
+gathered in bfloat16, because the two codes of an element take as many bytes as the element in bfloat16.
 
 The parameters themselves do not change, so optimizers and checkpoints work as they do without this module. FSDP2
 calls the methods ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` of a parameter's local tensor if the tensor has
@@ -54,7 +54,7 @@ class _Weight:
         parameter._unsharded_param = nn.Parameter(unknown, requires_grad=linear.weight.requires_grad)
 
     def attach(self) -> Tensor:
-        """Return this rank's rows, and attach FSDP2's extension methods to them if the methods are missing.
+        """Return this rank's rows. If FSDP2's extension methods are missing from this tensor, attach them first.
 
         The methods are lost when a module is moved, because its tensors are replaced.
         """
@@ -139,7 +139,7 @@ def _parameters(model: nn.Module) -> Iterable[Any]:
 
 
 def _is_eligible(parameter: Any, ranks: int) -> bool:
-    """Return whether a parameter is a weight with a single scale and has equally many rows on all ranks."""
+    """Return whether a parameter is a weight with a single scale, and all ranks have the same number of its rows."""
     info = parameter._module_info
     linear, weight = info.module, parameter.sharded_param
     return (

@@ -56,13 +56,13 @@ def apply_fsdp(
 ) -> Sharded:
     """Shard a model's parameters, gradients and optimizer state over the ranks of a mesh, in place.
 
-    The parameters of a group are gathered together. The groups are: the embedding; each block, including the blocks
-    of a vision tower; and the head, which stays gathered until its backward. A tied embedding and head form one
-    group, which stays gathered from its first to its last use. Parameters that are used and trained in fp32, such as
-    the decays of Mamba-2, form a separate group, which is gathered and reduced in fp32. The final norm and a tower's
+    The parameters of a group are gathered together. The groups are: the embedding; each block, including the blocks of
+    a vision tower; and the head, which stays gathered until its backward. A tied embedding and head form one group,
+    which stays gathered from its first to its last use. Parameters that are used and trained in fp32, such as the
+    decays of Mamba-2, form a separate group, which is gathered and reduced in fp32. The final norm and a tower's
     parameters outside its blocks form the group of the model itself. If `apply_ep` has distributed a layer's experts,
     the experts on a rank form a group, which is sharded over the ranks that hold the same experts. If only one rank
-    holds these experts, and they already have ``param_dtype``, they are not changed.
+    holds the experts of such a group, and they already have ``param_dtype``, FSDP2 leaves them unchanged.
 
     Parameters keep their dtype (fp32 for master weights), and the computation uses ``param_dtype``. Weights that
     `quantize_base` has quantized or that `from_pretrained` has kept in float8 are sharded and gathered in their
@@ -70,7 +70,7 @@ def apply_fsdp(
 
     Routed experts are sharded so that each rank has some whole experts. If there are too few experts for all ranks,
     each rank has a part of every expert instead: some of its rows or, if the number of rows is not divisible by the
-    number of ranks, some of its columns. If the numbers of rows and columns are both not divisible, or if
+    number of ranks, some of its columns. If neither the number of rows nor the number of columns is divisible, or if
     ``reshard_after_forward`` is a number, some ranks have no experts and send padding.
 
     Create the optimizer after this call, because the optimizer must hold the sharded parameters.
@@ -191,8 +191,8 @@ def _parameters_that_stay(model: Decoder, param_dtype: torch.dtype | None, *, al
     """Return the parameters that FSDP2 must leave unchanged.
 
     FSDP2 does not change frozen quantized experts that `apply_ep` or `apply_tp` has distributed. Dense experts stay
-    unchanged as well if no other rank holds the same experts (``alone``) and FSDP2 need not cast them. FSDP2 would then
-    only copy them.
+    unchanged as well if no other rank holds the same experts (``alone``) and FSDP2 need not cast them, because FSDP2
+    would only copy them.
     """
     ignored = {
         parameter
@@ -240,7 +240,7 @@ def _shard_groups(
 
 
 def _set_prefetch(model: Decoder, prefetch: int, *, tied: bool) -> None:
-    """For each group, set the groups that FSDP2 gathers ahead of their use while it runs this group."""
+    """For each group, choose the later groups that FSDP2 gathers in advance while this group runs."""
     order: list[Any] = [model.embed_tokens, *model.blocks, *([] if tied else [model.lm_head])]
     for index, module in enumerate(order if prefetch else []):
         module.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + prefetch])

@@ -24,8 +24,8 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 def reshard(model: nn.Module) -> None:
     """Free the gathered parameters of a model.
 
-    After a forward without a backward, FSDP2 keeps the parameters of some groups gathered. ``model.parameters()`` then
-    returns the gathered parameters for these groups.
+    After a forward without a backward, FSDP2 keeps the parameters of some groups gathered, and ``model.parameters()``
+    returns the gathered parameters of these groups until this function is called.
     """
     for module in fsdp_modules(model):
         module.reshard()

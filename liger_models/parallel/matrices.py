@@ -1,8 +1,9 @@
-"""Computations on whole matrices of sharded parameters: one rank gathers a matrix, and sends shards of the result back.
+"""Computations that need whole matrices of sharded parameters: one rank gathers a matrix, computes the result, and
+sends shards of the result back.
 
-The result for each matrix is computed only once. Each matrix is assigned to one of the ranks that hold shards, which
-include the ranks of all HSDP replicas. If some ranks hold the whole matrix, for example the matrix of an expert, one of
-these ranks computes the result, and no shards are exchanged.
+The result for each matrix is computed only once, by one of the ranks that hold shards of the matrix. The ranks of all
+HSDP replicas are among them. If some ranks hold the whole matrix, for example the matrix of an expert, one of these
+ranks computes the result, and no shards are exchanged.
 """
 
 import math
@@ -137,7 +138,8 @@ class Exchange:
                     write(unit.parameter, shards.pop(unit.parameter))
 
     def _gather(self, bucket: list[Unit], shards: dict[int, Tensor]) -> list[Tensor]:
-        """Send the pieces of a bucket to the owners of the units. Returns this rank's own units, [k, n, c] each."""
+        """Send this rank's pieces of the bucket's units to the units' owners. Returns the units that this rank owns,
+        each [k, n, c]."""
         sent: list[list[Tensor]] = [[] for _ in range(self.ranks)]
         for unit in bucket:
             if self.rank in unit.senders:
@@ -240,7 +242,7 @@ class SharedMatrices:
 
 
 class _Candidate(NamedTuple):
-    """A unit that has no owner yet. ``owners`` are the ranks that may become its owner."""
+    """A unit that has no owner yet. ``owners`` lists the ranks that may become the owner."""
 
     shape: tuple[int, int, int]
     owners: tuple[int, ...]
@@ -264,7 +266,8 @@ def _group(mesh: Any) -> Any:
 def _candidates(
     shape: Sequence[int], parts: Sequence[Part], rows: Sequence[Tensor], device: torch.device
 ) -> list[_Candidate]:
-    """Divide a parameter into units that are not larger than a bucket and that are enough for all possible owners.
+    """Divide a parameter into units. No unit is larger than a bucket, and there are enough units for all possible
+    owners.
 
     Args:
         shape: shape of the parameter.
@@ -328,7 +331,7 @@ def _piece(rows: Tensor, ids: Tensor, part: Part, device: torch.device) -> Piece
 
 
 def _index(rows: Tensor, device: torch.device) -> slice | Tensor:
-    """Convert row indices to a slice if they are evenly spaced, because indexing with a slice copies nothing."""
+    """If row indices are evenly spaced, convert them to a slice, because indexing with a slice copies nothing."""
     first, last = int(rows[0]), int(rows[-1])
     step = int(rows[1]) - first if len(rows) > 1 else 1
     if step > 0 and bool((rows.diff() == step).all()):
@@ -339,8 +342,8 @@ def _index(rows: Tensor, device: torch.device) -> slice | Tensor:
 def _senders(pieces: dict[int, Piece], owner: int) -> list[int]:
     """Return the ranks that send their pieces. If several ranks have equal pieces (replicas), only one of them sends.
 
-    If the owner is the i-th of all ranks that hold the owner's piece, every other piece is sent by the i-th of the
-    ranks that hold that piece. All pieces thus come from the owner's replica of the model.
+    All pieces come from the owner's replica of the model: if the owner is the i-th of the ranks that hold its own
+    piece, every other piece is sent by the i-th of the ranks that hold that piece.
     """
     equal: dict[Any, list[int]] = defaultdict(list)
     for rank, piece in pieces.items():

@@ -120,10 +120,11 @@ def group_over(mesh: DeviceMesh) -> Group:
 
 
 def _dimension(mesh: DeviceMesh, name: str, group: Group | None) -> str | None:
-    """Return the name of the mesh dimension that has the ranks of ``group``; None if there is no such dimension.
+    """Return the name of the mesh dimension along which the ranks of ``group`` lie, or None if there is no such
+    dimension.
 
-    ``group`` is None if the parallelism covers only one rank. The result is then ``name``, if the mesh has a dimension
-    of this name with size 1.
+    If the parallelism covers only one rank, ``group`` is None. In this case, the result is ``name`` if the mesh has a
+    dimension of this name with size 1.
     """
     for index, dimension in enumerate(mesh.mesh_dim_names or () if mesh.ndim > 1 else ()):
         ranks = dist.get_process_group_ranks(mesh.get_group(index))

@@ -62,7 +62,7 @@ class _Buffer(Tensor):
 
 
 def _concatenate(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> None:
-    """For each rank, write the rank's chunks of all tensors next to each other, into the rank's row of ``out``.
+    """Fill the row of each rank in ``out`` with the rank's chunks of all tensors, one after the other.
 
     PyTorch's own kernel reads a table with an entry for every few KB of a chunk, and the host needs milliseconds to
     build this table. On two ranks, PyTorch's kernel takes twice as long as this function for a large layer, and four
@@ -86,9 +86,10 @@ def _concatenate(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tenso
 class ReduceScatter:
     """A reduce-scatter for FSDP2 that sends gradients in their own dtype, but sums them in the dtype of the result.
 
-    PyTorch's own reduce-scatter computes the same sum, but sends and stores every gradient in the dtype of the
-    result. For bf16 gradients and fp32 sums, it therefore sends and stores twice as many bytes. Gradients that were
-    accumulated over several backward passes have the dtype of the result, and are sent in this dtype.
+    PyTorch's own reduce-scatter computes the same sum, but sends and stores every gradient in the dtype of the result.
+    For bf16 gradients and fp32 sums, PyTorch's reduce-scatter therefore sends and stores twice as many bytes as this
+    class. Gradients that were accumulated over several backward passes have the dtype of the result, and are sent in
+    this dtype.
 
     Args:
         passes: the counter of the model's backward passes.

@@ -240,9 +240,9 @@ def _save_in_background(
 def _publish(temporary: Path, checkpoint: Path, keep: int | None) -> None:
     """On rank 0, give a complete checkpoint its final name, and delete outdated checkpoints.
 
-    At every moment, there is a complete checkpoint under the name in ``latest``, or under this name plus ``.old``.
-    First, an old checkpoint of this step gets the ending ``.old``, the new checkpoint gets its final name, and
-    ``latest`` is replaced. After that, outdated checkpoints are deleted.
+    At every moment, there is a complete checkpoint under the name in ``latest``, or under this name plus ``.old``. The
+    order is as follows: an old checkpoint of this step gets the ending ``.old``, the new checkpoint gets its final
+    name, ``latest`` is replaced, and outdated checkpoints are deleted.
     """
     if rank() != 0:
         return
@@ -276,7 +276,7 @@ def load_state(
 
     On the same number of ranks, training continues as if it had not stopped. On another number of ranks, model,
     optimizer and scheduler are completely restored, but random number generators are restored only on the ranks that
-    existed before. The saved state of ``data`` must then be the same for all ranks.
+    existed before. In addition, the saved state of ``data`` must be the same for all ranks.
 
     Args:
         folder: folder of the run.
@@ -386,7 +386,7 @@ def _tensors(model: nn.Module) -> dict[str, Any]:
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer, names: set[str]) -> dict[str, Any]:
-    """Return an optimizer state for the parameters ``names``, into which a saved state can be loaded.
+    """Return an optimizer state for the parameters ``names`` that serves as the target for loading a saved state.
 
     A parameter that never had a gradient has no state in the checkpoint.
     """
@@ -469,7 +469,7 @@ def newest_checkpoint(folder: str | PathLike[str]) -> Path | None:
 
 
 def _data_of_all(checkpoint: Path, ranks: int, group: Any) -> Any:
-    """Return the state of ``data`` if the checkpoint was saved by another number of ranks, which is ``ranks``.
+    """Return the state of ``data`` from a checkpoint that was saved by another number of ranks (``ranks``).
 
     The saved states of all ranks must be the same. To compare these states, each current rank reads some of the files.
     """
@@ -522,7 +522,7 @@ def _cpu_group() -> Any:
 
 @contextmanager
 def _write_errors(folder: Path) -> Iterator[None]:
-    """Context manager that adds the folder and a remedy to file system errors, and raises them as OSError."""
+    """Context manager that raises file system errors as OSError, with the folder and a remedy in the message."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError

@@ -93,7 +93,7 @@ def verify_files(checkpoint: Path, ranks: int) -> None:
 
 
 def describe(model: nn.Module) -> dict[str, str]:
-    """Describe everything besides saved tensors that must be the same when a run resumes.
+    """Describe everything that must be the same when a run resumes, except for the saved tensors.
 
     All ranks must call this function.
 
@@ -120,9 +120,8 @@ def describe(model: nn.Module) -> dict[str, str]:
 
 
 def _flatten(name: str, value: Any) -> dict[str, str]:
-    """Map dotted paths to the values of a dataclass's fields, including nested dataclasses.
-
-    ``name`` is mapped to the type.
+    """Map dotted paths, which begin with ``name``, to the values of a dataclass's fields and of nested dataclasses'
+    fields. ``name`` itself is mapped to the name of the class.
 
     For a value that is not a dataclass, the result has only the entry ``name``.
     """

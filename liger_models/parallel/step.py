@@ -18,7 +18,7 @@ _compared: set[torch.device] = set()
 
 
 def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], device: Any = None) -> Tensor:
-    """Return the number of targets in all of a step's batches on all ranks, divided by the number of ranks.
+    """Count the targets in all batches of a step, on all ranks. Return this number divided by the number of ranks.
 
     Pass the result to the model as ``num_items_in_batch``, together with each of these batches. FSDP and
     DistributedDataParallel average gradients over the ranks. With this divisor, the averaged gradient is the gradient

@@ -35,9 +35,9 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False,
     the number of its attention heads or its MLP width is not divisible by R. The tower's parameters outside its
     layers are replicated, too. Gemma 4's tower is completely replicated.
 
-    All ranks must be given the same batch, and all return the same loss. Call this function before `apply_fsdp`, and
-    create the optimizer afterwards. Ranks along the other dimensions of the mesh hold replicas. Without `apply_fsdp`
-    over the other dimensions, the first training forward raises an error.
+    All ranks must get the same batch, and all return the same loss. Call this function before `apply_fsdp`, and create
+    the optimizer afterwards. Ranks along the other dimensions of the mesh hold replicas. Without `apply_fsdp` over the
+    other dimensions, the first training forward raises an error.
 
     Args:
         model: the model, either on the meta device (`from_pretrained` with ``shard`` then reads only each rank's
@@ -169,7 +169,8 @@ def check_unsharded(where: str, model: Decoder) -> None:
 
 
 def _check_gradients(model: Decoder, summed: Collection[nn.Module], dims: dict[str, int]) -> None:
-    """Raise ValueError if the blocks have a replicated parameter whose gradient no layer sums over the ranks.
+    """Raise ValueError if the blocks have a replicated parameter whose gradient is not summed over the ranks by any
+    layer.
 
     With sequence parallelism, each rank computes the gradient of a replicated parameter only from its own tokens.
 

@@ -82,8 +82,7 @@ class GemmaDecoder(CappedGemmaModel):
 
     def stand_ins(self, layout: Any, like: Tensor) -> Any:
         """See `Decoder.stand_ins`. Uninitialized tensors of the same shapes replace the second inputs of all blocks,
-        and the keys and values of each layer type.
-        """
+        and the keys and values of each layer type."""
         config, shape = self.config, like.shape[:2]
         # Shapes differ between layer types. As in `carry`, each type has the keys and values of its last layer.
         width, shared = config.hidden_size_per_layer_input, {}

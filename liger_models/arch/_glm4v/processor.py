@@ -31,8 +31,7 @@ class Glm4vVideos(QwenVLImages):
 
     def sampled(self, frames: int, fps: float, wanted: float | None = None) -> list[int]:
         """See `Processor.sampled`. The number of indices is even; to make it even, the last frame is repeated if
-        necessary.
-        """
+        necessary."""
         self.check_rate(wanted)
         rate, duration = wanted or self.fps, frames / fps
         # The index of each frame before rounding up. Videos beyond `max_duration` have a fixed number of frames.
@@ -72,7 +71,6 @@ class Glm4vProcessor(QwenVLProcessor):
 
     def _timed(self, frame: str, numbers: Sequence[int], rate: float) -> str:
         """Return the text that stands for a video. The text consists of ``frame`` and a time in whole seconds for each
-        group of frames that share patches.
-        """
+        group of frames that share patches."""
         seconds = [int(number / rate) for number in numbers[:: self.videos.frames]]
         return "".join(f"<|begin_of_image|>{frame}<|end_of_image|>{second}" for second in seconds)

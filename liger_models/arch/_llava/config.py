@@ -183,8 +183,7 @@ def to_json(keys: Mapping[str, Any], top: tuple[str, ...] = TOP, *, text_ties: b
 
 def tower_levels(config: LlavaTextConfig) -> tuple[str, ...]:
     """The possible strings between the tower's prefix and the rest of a tensor name. For CLIP there are two;
-    transformers 5 writes the second, which is empty.
-    """
+    transformers 5 writes the second, which is empty."""
     return (".vision_model", "") if config.vision_config.model_type == CLIP else ("",)
 
 

@@ -25,8 +25,7 @@ class Tiles(NamedTuple):
 
     def count(self, base: int) -> int:
         """Number of image tokens: ``base`` tokens for the whole image, the tokens of the tiles, and one more token per
-        row of these tokens.
-        """
+        row of these tokens."""
         return base + (self.bottom - self.top) * (self.right - self.left + 1)
 
 

@@ -59,8 +59,7 @@ class Qwen3VLVisionConfig:
 
 def check_decoder(config: Any) -> None:
     """Raise ValueError if the width of the tower's tokens or the number of DeepStack levels does not fit the language
-    model.
-    """
+    model."""
     check_token_width(config, "out_hidden_size")
     indexes = config.vision_config.deepstack_visual_indexes
     if len(indexes) > config.num_hidden_layers:

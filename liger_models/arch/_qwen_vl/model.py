@@ -134,8 +134,7 @@ class MRopeModel(GridImageModel):
 
     def prompt_positions(self, prompts: Tensor, mask: Tensor | None, new: int, inputs: dict[str, Any]) -> Tensor:
         """See `Decoder.prompt_positions`. If there are images or videos, each token has positions in time, height and
-        width.
-        """
+        width."""
         grids = inputs.get("image_grid_thw"), inputs.get("video_grid_thw")
         if all(grid is None for grid in grids):
             return super().prompt_positions(prompts, mask, new, inputs)

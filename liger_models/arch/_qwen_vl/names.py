@@ -138,8 +138,7 @@ def qwen3_vl_map(config: Any, text: str, visual: str, mlp: Mapping[str, Any] | N
 
 def qwen3_vl_tower(vision: Any, visual: str) -> tuple[dict[str, Expression | str], dict[str, range]]:
     """Return `decoder_map`'s arguments ``also`` and ``over`` for Qwen3-VL's tower; the names of its tensors begin with
-    ``visual``.
-    """
+    ``visual``."""
     # "{b}" is the index of a block, and "{d}" is the index of a merger that computes DeepStack features.
     mlp = {f"{fc}.{k}": f"{visual}.blocks.{{b}}.mlp.linear_{fc}.{k}" for fc in ("fc1", "fc2") for k in PARAMETERS}
     parts = {"norm": "norm", "mlp.fc1": "linear_fc1", "mlp.fc2": "linear_fc2"}

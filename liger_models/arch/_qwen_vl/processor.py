@@ -441,8 +441,7 @@ class QwenVLProcessor(Processor):
     @property
     def media_tokens(self) -> tuple[str, ...]:
         """See `Processor.media_tokens`. The first token stands for parts of an image, and the second for parts of a
-        video.
-        """
+        video."""
         return self.image_token, self.video_token
 
     def written(self, size: MediaSize) -> tuple[str, int]:

@@ -42,8 +42,7 @@ def check_tower(config: Any, width: str, activations: tuple[str, ...] = PLAIN_AC
 
 def check_token_width(config: Any, width: str) -> None:
     """Raise ValueError if the field of ``vision_config`` with the name ``width`` differs from the model's
-    ``hidden_size``.
-    """
+    ``hidden_size``."""
     size = getattr(config.vision_config, width)
     if size != config.hidden_size:
         raise ValueError(

@@ -6,8 +6,7 @@ import functools
 @functools.cache
 def grids(least: int, most: int) -> list[tuple[int, int]]:
     """Return all grids that have at least ``least`` and at most ``most`` tiles, as (columns, rows), ordered by their
-    number of tiles.
-    """
+    number of tiles."""
     sides = range(1, most + 1)
     pairs = [(columns, rows) for columns in sides for rows in sides if least <= columns * rows <= most]
     return sorted(pairs, key=lambda pair: pair[0] * pair[1])

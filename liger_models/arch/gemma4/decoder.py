@@ -70,8 +70,7 @@ class Gemma4Block(nn.Module):
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: Any) -> tuple[Tensor | None, ...]:
         """Run the block on ``residual + x`` [B, T, C]. Return ``(x, residual)`` for the next block, and tensors for
-        `carry`.
-        """
+        `carry`."""
         # Attention. ``x`` is the branch's output, which the next norm adds to the stream.
         attended: Any = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         x, residual, *carried = attended  # keys and values, unless another layer computed them

@@ -52,8 +52,7 @@ class Gemma4Router(Layer):
         self, x: Tensor, route: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """For x [B, T, C] with N tokens, return the routing weights [N, K], the chosen experts [N, K] and the logits
-        [N, X].
-        """
+        [N, X]."""
         # The norm of the stream is fused with the projection. The logits are scaled before the softmax.
         logits, _ = add_norm_linear(self.norm, self.proj, None, x)
         weights, experts, logits = route(logits.flatten(0, -2) * x.shape[-1] ** -0.5)
@@ -81,6 +80,5 @@ class Gemma4Experts(LigerMoE):
 
     def forward(self, x: Tensor, experts: Tensor | None = None, stream: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Run the experts on x [B, T, C]. The router reads ``stream`` [B, T, C]. Return the output [B, T, C], and the
-        router logits [N, X] of the N tokens.
-        """
+        router logits [N, X] of the N tokens."""
         return self._mix(x, *self.gate(x if stream is None else stream, partial(self._route, experts=experts)))

@@ -127,8 +127,7 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
 
     def _refused(self, input_ids: Tensor) -> Tensor:
         """Return a mask [B, T] bool of the tokens that are placeholders of audio or videos. Prompts with such tokens
-        are refused.
-        """
+        are refused."""
         refused: Tensor = (input_ids == self.config.audio_token_id) | (input_ids == self.config.video_token_id)
         return refused
 

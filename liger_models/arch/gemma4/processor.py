@@ -77,8 +77,7 @@ class Gemma4Images(ImageConverter):
 
     def __call__(self, source: "Source") -> tuple[Tensor, Tensor]:
         """Return patches [P, 3 · patch²] fp32 and their columns and rows [P, 2] int64, padded to P, the largest number
-        of patches.
-        """
+        of patches."""
         image = read_image(source)
         rows, columns = (count * self.pool for count in self.tokens(image.size))
         pixels = to_rows(image, (rows * self.patch, columns * self.patch), BICUBIC)

@@ -280,8 +280,7 @@ class Gemma4Tower(nn.Module):
 
     def _pooled(self, seen: Tensor, coordinates: Tensor, valid: Tensor) -> Tensor:
         """Return, for each square of patches, the mean of the patches multiplied by sqrt(C). The result is fp32,
-        because fp16 might overflow.
-        """
+        because fp16 might overflow."""
         (column, row), tokens = coordinates.unbind(-1), coordinates.shape[1] // self.pool**2
         # Number of squares in a row of the image, [n, 1]; padding has column 0.
         across = column.amax(1, keepdim=True) // self.pool + 1

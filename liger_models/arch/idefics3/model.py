@@ -110,8 +110,7 @@ class Idefics3Model(TileModel):
         self, pixel_values: Tensor, pixel_attention_mask: Tensor | None = None
     ) -> Tensor | tuple[Tensor, ...]:
         """Return the image tokens [tiles, tokens, C]. If the pixels are [B, M, ...], return one tensor [tokens, C] for
-        each of the B rows instead.
-        """
+        each of the B rows instead."""
         tiles = self._tiles(pixel_values, pixel_attention_mask)
         assert tiles is not None
         tokens: Tensor = self.visual(tiles).unflatten(0, (len(tiles), -1))

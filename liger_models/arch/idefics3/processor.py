@@ -100,8 +100,7 @@ class Idefics3Images(ImageConverter):
 
     def grid(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the numbers of columns and rows of tiles for an image of the given width and height, or (0, 0) if the
-        image is not cut.
-        """
+        image is not cut."""
         if not self.splits:
             return 0, 0
         columns, rows = whole_tiles(*scaled(*size, self.longest_edge), self.side)

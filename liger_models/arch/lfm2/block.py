@@ -72,8 +72,7 @@ class Lfm2Block(nn.Module):
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
         """Run the block on ``residual + x`` [B, T, C]. Return ``(x, residual)`` for the next block, and router logits
-        if the block has experts.
-        """
+        if the block has experts."""
         operator = self.self_attn if self.has_attention else self.conv
         x, residual = operator.add_norm(self.operator_norm, x, residual, layout)
         outputs: tuple[Tensor, ...] = self.feed_forward.add_norm(self.ffn_norm, x, residual, *layout.experts)
@@ -110,8 +109,7 @@ def lfm2_map(
 
     def by_unit(name: str) -> Expression:
         """Reorder the rows of the projections to ``B``, ``C`` and ``x`` so that each unit's rows are adjacent; see
-        `LigerGatedConv.units_of`.
-        """
+        `LigerGatedConv.units_of`."""
         parts = dict.fromkeys(("B", "C", "x"), config.hidden_size)
         rows = Rearrange("(u n) three ... -> (u three n) ...", Stack(list(parts), dim=1), u=units, three=3)
         return Split(name, 0, parts, rows)

@@ -89,8 +89,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Write two settings under their older names too, because transformers prefers these names. Drop keys that
-    transformers does not know.
-    """
+    transformers does not know."""
     known = {key: value for key, value in keys.items() if key not in ("attention_dropout", "hidden_act")}
     return {**known, "tie_embedding": keys["tie_word_embeddings"], "block_ff_dim": keys["intermediate_size"]}
 

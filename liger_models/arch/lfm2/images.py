@@ -192,8 +192,7 @@ def weight_map(config: Lfm2VlConfig) -> WeightMap:
 
 def other_maps(config: Lfm2VlConfig) -> list[WeightMap]:
     """The weight map for the tensor names of transformers 5's modules, in which the tower's names lack
-    ``vision_model``.
-    """
+    ``vision_model``."""
     return [_map(config, "model.vision_tower")]
 
 

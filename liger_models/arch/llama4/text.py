@@ -192,8 +192,7 @@ class Llama4Block(nn.Module):
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
         """Run the block on ``residual + x`` [B, T, C]. Return ``(x, residual)`` for the next block, and router logits
-        if the block has experts.
-        """
+        if the block has experts."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
         return self.feed_forward.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
 

@@ -240,8 +240,7 @@ class LigerMllama(VisionLanguageModel):
 
     def _cached(self, new: Tensor | None, cache: DecodeCache | None) -> ImageStates | None:
         """Return the `ImageStates` of new tokens [B, T, ...] whose images are already in the cache, or None if no
-        images are cached.
-        """
+        images are cached."""
         if cache is None or IMAGES_SEEN not in cache.extra or new is None:
             return None
         seen, in_document = (
@@ -253,8 +252,7 @@ class LigerMllama(VisionLanguageModel):
 
     def _nothing(self, here: Tensor) -> ImageStates:
         """Run the tower on an image of zeros that no token attends to. A rank without images must do this, because all
-        ranks gather the tower's weights together.
-        """
+        ranks gather the tower's weights together."""
         vision, device = self.config.vision_config, here.device
         size = (vision.max_num_tiles, vision.num_channels, vision.image_size, vision.image_size)
         used = torch.ones(1, vision.max_num_tiles, dtype=torch.bool, device=device)
@@ -268,8 +266,7 @@ class LigerMllama(VisionLanguageModel):
 
     def _check_images(self, here: Tensor, pixels: Tensor | None, ratios: Tensor | None) -> int:
         """Return the number of images; raise ValueError if it differs from the number of placeholders. The host waits
-        for the device once.
-        """
+        for the device once."""
         if pixels is None or ratios is None:
             count = int(here.sum())
             if count != 0:

@@ -97,8 +97,7 @@ class MllamaImages:
 
     def __call__(self, source: "Source") -> tuple[Tensor, int]:
         """Return an image's tiles [max_tiles, 3, side, side] fp32, and the number of its arrangement of tiles, counted
-        from 1.
-        """
+        from 1."""
         image = read_image(source)
         width, height = image.size
         ratio = choose_tiles(height, width, self.ratios, self.side)
@@ -205,8 +204,7 @@ class MllamaProcessor(Processor):
 
     def _begun(self, text: str) -> list[Edit]:
         """Return the edit that inserts ``bos`` at the beginning of a text, after any placeholders there. The result is
-        [] if the text already has ``bos``.
-        """
+        [] if the text already has ``bos``."""
         rest = text
         while rest.startswith(self.image):
             rest = rest[len(self.image) :]

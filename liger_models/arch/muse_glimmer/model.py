@@ -254,8 +254,7 @@ def weight_map(config: MuseGlimmerConfig) -> WeightMap:
 
 def _gated_qkv_rows(config: MuseGlimmerConfig, theirs: str) -> Expression:
     """Return the rows of the packed projection of `LigerGatedAttention`: for each KV head, the queries, their gates,
-    the key and the value.
-    """
+    the key and the value."""
     G, D = config.kv_heads, config.head_size
     names = [f"{theirs}.{part}_proj.weight" for part in ("q", "gate", "k", "v")]
     queries = config.num_attention_heads // G * D

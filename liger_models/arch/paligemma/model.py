@@ -217,9 +217,8 @@ def weight_map(config: PaliGemmaConfig) -> WeightMap:
 
 
 def other_maps(config: PaliGemmaConfig) -> list[WeightMap]:
-    """Return two more weight maps: one for the tensor names in checkpoints that transformers 5 writes, and one for the
-    names of transformers' modules since version 4.52.
-    """
+    """Return further weight maps: first for the tensor names in checkpoints that transformers 5 writes, then for the
+    names of transformers' modules since version 4.52."""
     return [_map(config, HUB, ""), _map(config, MODULES, ""), _map(config, MODULES, ".vision_model")]
 
 

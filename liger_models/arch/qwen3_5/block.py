@@ -134,8 +134,7 @@ class HybridBlock(nn.Module):
 
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, ...]:
         """Run the block on ``residual + x`` [B, T, C]. Return ``(x, residual)`` for the next block, and router logits
-        if the block has experts.
-        """
+        if the block has experts."""
         # Both kinds of attention have the same signature, and so do both kinds of MLP.
         attention = self.linear_attn if self.linear else self.self_attn
         x, residual = attention.add_norm(self.input_layernorm, x, residual, layout)
