@@ -101,8 +101,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def weight_map(config: MiniMaxM2Config, name: str = "block_sparse_moe", *, fused: bool = False) -> WeightMap:
-    """Maps the parameters of MiniMax M2 to the tensors of a checkpoint; for ``name`` and ``fused``, see `mixtral_mlps`.
-    """
+    """Maps MiniMax M2's parameters to the tensors of a checkpoint; for ``name`` and ``fused``, see `mixtral_mlps`."""
     bias = {"mlp.correction.bias": f"model.layers.{{i}}.{name}.e_score_correction_bias"}
     return decoder_map(
         config,

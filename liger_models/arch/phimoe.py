@@ -4,10 +4,11 @@ Differs from Llama: norms are LayerNorms with bias, and the projections of atten
 MLP of every layer is a mixture of experts, and each token passes through two experts. The router uses the SparseMixer
 method, which chooses the two experts one after the other. The routing weight of a chosen expert is its probability in a
 softmax over only those logits whose relative difference from the largest logit is at most 2 · ``router_jitter_noise``.
-The routing weights of the two experts need not add up to 1. If ``sliding_window`` is set, all layers attend only to the
-last ``sliding_window`` tokens. LongRoPE has two sets of divisors for the rotary frequencies: one for texts of up to
-``original_max_position_embeddings`` tokens, and one for longer texts. For short and long texts, it also multiplies cos
-and sin by ``short_mscale`` and ``long_mscale``, respectively.
+The softmax for the second expert leaves out the first expert. The routing weights of the two experts need not add up to
+1. If ``sliding_window`` is set, all layers attend only to the last ``sliding_window`` tokens. LongRoPE has two sets of
+divisors for the rotary frequencies: one for texts of up to ``original_max_position_embeddings`` tokens, and one for
+longer texts. For short and long texts, it also multiplies cos and sin by ``short_mscale`` and ``long_mscale``,
+respectively.
 
 Differs from transformers 5.23: as in the published code, the rotation of long texts uses ``long_factor``; transformers
 uses ``short_factor`` for texts of every length. In training, experts are chosen as in evaluation; transformers samples

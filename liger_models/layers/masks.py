@@ -77,8 +77,7 @@ class Segments:
 
     @classmethod
     def of_rows(cls, B: int, T: int, cu_seqlens: Tensor | None, device: torch.device) -> "Segments":
-        """Build one segment per packed document or, if ``cu_seqlens`` is None, one segment per row of the batch [B, T].
-        """
+        """Build one segment per packed document or, if ``cu_seqlens`` is None, one per row of the batch [B, T]."""
         bounds = torch.arange(0, (B + 1) * T, max(T, 1), device=device)
         if cu_seqlens is not None:
             bounds = torch.cat([bounds, cu_seqlens.to(device, torch.int64).clamp(max=B * T)]).sort()[0]

@@ -227,8 +227,7 @@ class LigerXIELU(Layer):
         return True
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Replicate the coefficients. Each rank applies all coefficients to its own columns of the activation's input.
-        """
+        """Replicate the coefficients, which each rank applies to its own columns of the activation's input."""
         self.group = group
         return {}
 

@@ -113,8 +113,7 @@ class LlavaTextConfig(MistralTextConfig):
 
     @property
     def vision_layers(self) -> int:
-        """Number of tower blocks that run. The last of these blocks is the one whose output the language model reads.
-        """
+        """Number of tower blocks that run. The language model reads the output of the last of these blocks."""
         layer = self.vision_feature_layer
         return layer if layer >= 0 else self.vision_config.num_hidden_layers + 1 + layer
 
