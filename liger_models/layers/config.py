@@ -210,10 +210,8 @@ class LateWindowDecoderConfig(RMSNormDecoderConfig):
 
 
 class GroupedExperts:
-    """Methods for configs of models with dense first layers.
-
-    Later layers choose experts from the best expert groups only.
-    """
+    """Methods for configs whose first layers are dense and whose later layers choose experts from the best expert
+    groups."""
 
     @property
     def routing(self: Any) -> Routing:

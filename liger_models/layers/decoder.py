@@ -412,7 +412,7 @@ class Decoder(nn.Module):
         return self._apply(functools.partial(empty_on, device), recurse)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Like `torch.nn.Module.load_state_dict`, except that tied parameters stay tied with ``assign``."""
+        """Like `torch.nn.Module.load_state_dict`, except that tied parameters stay tied even with ``assign``."""
         with self._sharing() if assign else nullcontext():
             return super().load_state_dict(state_dict, strict, assign)
 

@@ -174,7 +174,7 @@ class PagePool(PagedCache):
     def keep_states(self, layer: int, *states: Tensor) -> None:
         """Store a layer's states after one token.
 
-        Call this for the tokens in the order in which `speculate` prepared them.
+        Call this method once for each token, in the order in which `speculate` prepared the tokens.
         """
         self._drafted.setdefault(layer, []).append(states)
 

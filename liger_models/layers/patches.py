@@ -241,8 +241,8 @@ def resample_positions(weight: Tensor, patches: Patches) -> Tensor:
 
 
 def _averaging_weights(index: Tensor, length: Tensor, side: int, dtype: torch.dtype) -> Tensor:
-    """A line of ``side`` points is resampled to ``length`` points. For N of these points, return the weights [N, side]
-    of the original points."""
+    """A line of ``side`` points is resampled to ``length`` points. For N of the new points, return the weights [N,
+    side] of the original points."""
     scale = side / length.clamp_min(1).to(dtype)
     center = (index.to(dtype) + 0.5) * scale
     points = torch.arange(side, device=index.device, dtype=dtype) + 0.5

@@ -93,15 +93,15 @@ class LigerQKNormAttention(LigerAttention):
         )  # fmt: skip
 
     def _reads_norms(self) -> bool:
-        """Whether a fused op may read the weights of the norms instead of calling the norms: they are plain and have
-        the same constants."""
+        """Whether both norms are plain and have the same constants, so that a fused op may read their weights instead
+        of calling them."""
         q, k, plain = self.q_norm, self.k_norm, LigerRMSNorm.forward
         if type(q).forward is not plain or type(k).forward is not plain or is_hooked(q) or is_hooked(k):
             return False
         return (q.eps, q.offset, q.scale_in_fp32, q.kernel) == (k.eps, k.offset, k.scale_in_fp32, k.kernel)
 
     def _split_by_calls(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute `_split` by calls of the norms, for norms that were replaced or have hooks."""
+        """Compute `_split` by calling the norms. This is necessary if a norm was replaced or has hooks."""
         *heads, v = split_heads(qkv, self.num_heads, self.num_kv_heads, self.head_dim)
         cos, sin = self._tables(layout)
         rotate = rope if self.rope_kernel else rope_reference

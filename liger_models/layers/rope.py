@@ -190,9 +190,9 @@ def switch_columns(rotary: Iterable[Layer], positions: Tensor) -> list[int]:
 class RotaryEmbedding(Layer):
     """Computes cos and sin of every token's position in fp32.
 
-    The frequencies are computed in fp32 from the config. They are neither parameters nor buffers, so casts,
-    initialization on the meta device and checkpoints do not change them. If the module moves to another device, the
-    frequencies move, too.
+    The frequencies are computed in fp32 from the config. These frequencies are neither parameters nor buffers, so
+    casts, initialization on the meta device and checkpoints do not change them. If the module moves to another device,
+    the frequencies move, too.
 
     With `DynamicScaling` and `LongRopeScaling`, the frequencies of each document depend on its own length, as if the
     document were alone in the batch. If ``by_document`` is False, the frequencies depend on the longest row of the

@@ -65,7 +65,7 @@ class MemoryPlan:
             set_policy(model.visual, self.policies[0])
 
     def moments(self, model: Decoder) -> list[nn.Parameter]:
-        """Return the parameters whose moments are kept in host memory. Pass them as ``offload`` to `LigerAdamW`."""
+        """Return the parameters whose moments are kept in host memory. Pass them to `LigerAdamW` as ``offload``."""
         blocks = (model.layers[index] for index in self.host_moments)
         return [parameter for block in blocks for parameter in block.parameters() if parameter.requires_grad]
 

@@ -240,7 +240,7 @@ def _shard_groups(
 
 
 def _set_prefetch(model: Decoder, prefetch: int, *, tied: bool) -> None:
-    """For each group, choose the later groups that FSDP2 gathers in advance while this group runs."""
+    """For each group, choose the groups that FSDP2 gathers in advance while this group runs."""
     order: list[Any] = [model.embed_tokens, *model.blocks, *([] if tied else [model.lm_head])]
     for index, module in enumerate(order if prefetch else []):
         module.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + prefetch])

@@ -122,7 +122,7 @@ class Lfm2VlImages(ImageConverter):
         return int(max(self.max_image_tokens * self.merge**2, of_tile))
 
     def grid(self, size: tuple[int, int]) -> Grid:
-        """Return the tiles of an image with the given width and height.
+        """Return the grid of tiles for an image with the given width and height.
 
         Raises:
             ValueError: the image is so elongated that it needs more than `most_patches` patches.
