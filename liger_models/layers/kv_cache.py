@@ -25,7 +25,7 @@ class Pages(NamedTuple):
 class DecodeCache:
     """The tensors that layers keep from previous tokens.
 
-    When the memory is full, it grows by a quarter, so cached tokens are rarely copied.
+    When the memory is full, it grows by at least a quarter, so cached tokens are rarely copied.
 
     Args:
         capacity: maximum number of tokens per sequence; unlimited by default.

@@ -274,7 +274,8 @@ class LigerLatentAttention(BaseAttention):
     # Decoding: the new tokens attend to cached latents.
 
     def _absorbs(self, layout: BatchLayout, T: int) -> bool:
-        """Whether it takes fewer multiplications if T new tokens attend to cached latents instead of keys and values.
+        """Whether T new tokens attend directly to cached latents, instead of to keys and values that are computed from
+        the latents.
 
         With cached latents, each cached token takes T · (2 L + R) multiplications per head. With keys and values, each
         cached token takes L · (N + V) multiplications per head to compute its key and value, and T · (N + R + V)

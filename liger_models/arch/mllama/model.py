@@ -265,8 +265,8 @@ class LigerMllama(VisionLanguageModel):
         )  # fmt: skip
 
     def _check_images(self, here: Tensor, pixels: Tensor | None, ratios: Tensor | None) -> int:
-        """Return the number of images; raise ValueError if it differs from the number of placeholders. The host waits
-        for the device once."""
+        """Return the number of images. Raise ValueError if the images have the wrong shapes or do not match the
+        placeholders. The host waits for the device once."""
         if pixels is None or ratios is None:
             count = int(here.sum())
             if count != 0:
