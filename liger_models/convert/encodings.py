@@ -123,7 +123,7 @@ class Encoding(ABC):
     def encode(self, files: Files, values: Tensor) -> dict[str, Tensor] | None:
         """Encode dense values with the scales in the file. Returns the tensors of the file by name.
 
-        Returns None if, with these scales, no codes represent the values exactly. Only some formats implement this
+        Returns None if no codes with these scales represent the values exactly. Only some formats implement this
         method.
         """
         return None
@@ -290,7 +290,7 @@ class PackedInt4(Encoding):
 
 @dataclass(frozen=True)
 class BitsAndBytes(Encoding):
-    """Codes [O · C / 2, 1] uint8, with the first code in the upper half of a byte, and one scale for each 64 codes.
+    """Codes [O · C / 2, 1] uint8, two in each byte (the first in the upper half), and one scale for every 64 codes.
 
     If the scales are quantized, too (``nested``), each scale is stored as a code. The scale is then equal to the table
     entry for this code, times the factor of the scale's block, plus an offset.

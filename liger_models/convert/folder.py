@@ -30,10 +30,10 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stal
     written, the new folder is renamed to the target or, if the target exists, exchanged with it in one step.
 
     Some folders can't be exchanged: the working directory, mount points, folders with subfolders, folders of another
-    owner, and folders on a file system that does not support exchanging. The files of such a folder are replaced one by
-    one. In this case, the file ``last`` is removed first and written last, so no reader mistakes a mixture of files for
-    a complete folder. Until all files are replaced, the subfolder `NEW` holds all new files, so none is lost if the
-    writer is killed.
+    owner, and folders on a file system that does not support exchanging. If the target can't be exchanged, its files
+    are replaced one by one. In this case, the file ``last`` is removed first and written last, so no reader mistakes a
+    mixture of files for a complete folder. Until all files are replaced, the subfolder `NEW` holds all new files, so no
+    file is lost if the writer is killed.
 
     Args:
         folder: the folder, which is created if it does not exist.

@@ -36,7 +36,9 @@ DEEPSEEK_IGNORED_KEYS = (
 
 
 def deepseek_mtp(config: Any, **sizes: Any) -> MTPFormat:
-    """Return the format of DeepSeek V3 and its relatives, which store the block as an additional layer.
+    """Return the format of DeepSeek V3 and its relatives.
+
+    They store the multi-token prediction block as an additional layer.
 
     Args:
         config: config of the model.
@@ -104,7 +106,10 @@ class CheckpointFormat:
     module: str = "model.language_model.norm"
 
     def weight_maps(self, config: Any) -> list[WeightMap]:
-        """Return the `WeightMap` of each layout that checkpoints may have. The first is the layout that is written."""
+        """Return the `WeightMap` of each layout that checkpoints may have.
+
+        The first layout is the one that is used for saving.
+        """
         return [self.weight_map(config), *self.other_maps(config)]
 
     def file_maps(self, config: Any) -> list[WeightMap]:
@@ -114,13 +119,12 @@ class CheckpointFormat:
     def module_map(self, config: Any) -> WeightMap:
         """Return the `WeightMap` with the names of transformers' modules in memory.
 
-        Saved adapters use these names. In older checkpoints of vision-language models, tensors have names other than
-        these.
+        Saved adapters use these names. Older checkpoints of vision-language models use other names for their tensors.
         """
         return self._module_maps(config)[0]
 
     def expert_map(self, config: Any) -> WeightMap:
-        """Return a map like `module_map`, except that a layer's experts are in as few tensors as in transformers 5."""
+        """Return a map like `module_map`, except that experts are stacked in a few tensors, as in transformers 5."""
         return min(self._module_maps(config), key=lambda weights: len(_names(weights)))
 
     def _module_maps(self, config: Any) -> list[WeightMap]:

@@ -114,10 +114,10 @@ RELEASED = {
 def save_gguf(model: Decoder, file: str | os.PathLike[str], quantization: str, *, name: str | None = None) -> None:
     """Write a model and its tokenizer as a GGUF file for llama.cpp.
 
-    The file is written beside its target and renamed when it is complete. If a process is killed, the next call with
-    the same target removes the files that it left behind. Norms, biases and other one-dimensional tensors are written
-    in float32, and matrices in the given type. Matrices whose row length is not a multiple of 32 can't be in q8_0 and
-    are written in f16, as in llama.cpp's converter.
+    The file is written beside its target and renamed when it is complete. If a process is killed, its leftover files
+    are removed by the next call with the same target. Norms, biases and other one-dimensional tensors are written in
+    float32, and matrices in the given type. Matrices whose row length is not a multiple of 32 can't be in q8_0 and are
+    written in f16, as in llama.cpp's converter.
 
     In a process group, only rank 0 writes, and the other ranks wait for it.
 
@@ -402,7 +402,9 @@ def pre_tokenizer(tokenizer: Any, content: dict[str, Any]) -> str:
 
 
 def _scores(bpe: dict[str, Any]) -> dict[str, float]:
-    """Return a score for each token of a SentencePiece BPE. The BPE merges the pair with the highest score first.
+    """Return a score for each token of a SentencePiece BPE.
+
+    This kind of BPE first merges the pair with the highest score.
 
     The token of the first merge has the score 0, the token of the second merge -1, and so on. Tokens that no merge
     produces have the lowest scores.

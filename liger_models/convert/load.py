@@ -492,9 +492,9 @@ def declared_dtype(hf_config: Mapping[str, Any]) -> torch.dtype | None:
 def pick_map(maps: Sequence[WeightMap], stored: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> WeightMap:
     """Choose the layout whose tensor names best match the names in a checkpoint.
 
-    The best layout is the layout with the most parameters that the checkpoint contains. If only some of a parameter's
-    tensors exist, the parameter counts as a fraction: the share of its tensors that exist. Among layouts with the same
-    names, the layout with the most matching shapes is chosen.
+    In the best layout, the largest number of the model's parameters have tensors in the checkpoint. If only some of a
+    parameter's tensors exist, the parameter counts as a fraction: the share of its tensors that exist. Among layouts
+    with the same names, the layout with the most matching shapes is chosen.
 
     Args:
         maps: the weight map of each layout.

@@ -211,7 +211,7 @@ def moves_rows(expression: Expression, weight: Tensor) -> bool:
 def keeps_rows(expression: Expression) -> bool:
     """Return whether every row ``i`` of a parameter consists of the elements in row ``i`` of its checkpoint tensors.
 
-    The elements may be in any order.
+    Within a row, the elements may be in any order.
     """
     if expression.by_rows:
         return True

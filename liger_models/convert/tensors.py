@@ -242,11 +242,11 @@ class CheckpointTensors(NamedTuple):
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
 
     def narrowed(self, model: Decoder) -> "CheckpointTensors":
-        """Return a copy that stores parameters of `Layer.wide` in the dtype that they had in the checkpoint.
+        """Return a copy of this object that stores parameters of `Layer.wide` in the dtype that the checkpoint had.
 
-        A parameter is stored in its checkpoint dtype only if the parameters outside of `Layer.wide` have the same
-        dtype, and if this dtype represents all values of the parameter exactly, for example because the model was not
-        trained. If the model is sharded, all ranks must call this function.
+        A parameter is stored in its checkpoint dtype only under two conditions: all parameters outside of `Layer.wide`
+        have this dtype, and this dtype represents all values of the parameter exactly. The second condition holds, for
+        example, if the model was not trained. If the model is sharded, all ranks must call this function.
         """
         dtype = self.parameters["embed_tokens.weight"].dtype
         names = [name for name, read in model.read_dtypes.items() if name in self.parameters and read == dtype]
@@ -474,7 +474,7 @@ class _AdaptedWeight(nn.Module):
 class _Names:
     """Finds the layout of checkpoint tensors that are read one by one.
 
-    Each tensor narrows down the layouts in question.
+    Each tensor rules out the layouts that have no tensor of this name and shape.
     """
 
     def __init__(self, maps: list[WeightMap], parameters: Mapping[str, Tensor]) -> None:
@@ -530,7 +530,7 @@ class _Names:
 
 
 def _owners(weights: WeightMap) -> tuple[dict[str, str], Counter[str]]:
-    """Return our name for the parameter of each checkpoint tensor, and the number of tensors for each of our names."""
+    """Return a dict from checkpoint tensors to our parameter names, and the number of tensors for each of these names."""
     owners = {name: ours for ours, expression in weights.entries.items() for name in expression.names()}
     return owners, Counter(owners.values())
 

@@ -1,9 +1,9 @@
 """Weight maps: how a model's parameters correspond to the tensors of a Hugging Face checkpoint.
 
-A weight map has one expression for each of our parameters. The expression contains the names of checkpoint tensors. It
-packs these tensors into our parameter, and unpacks our parameter into these tensors. Expressions only move elements, so
-a round trip is bitwise identical in every dtype. An expression that is applied to meta tensors computes only shapes.
-Quantized tensors are decoded before an expression is applied; see `convert.encodings`.
+A weight map has one expression for each of our parameters. The expression names checkpoint tensors, packs them into our
+parameter, and unpacks our parameter into them. Expressions only move elements, so a round trip is bitwise identical in
+every dtype. An expression that is applied to meta tensors computes only shapes. Quantized tensors are decoded before an
+expression is applied; see `convert.encodings`.
 
     "layers.{i}.mlp.gate_up_proj.weight": Rearrange(
         "f two ... -> (f two) ...",

@@ -27,9 +27,9 @@ MULTIPLE = 64
 class AnswerEncoder(Encoder):
     """Encodes each record as two documents.
 
-    For a pair, these are the chosen and the rejected answer. For a labeled answer, these are the answer and its label
-    (a number). The document of an answer consists of the prompt, without labels, and the answer. In a pair, only the
-    first document has the prompt's images.
+    For a pair, the two documents are the chosen and the rejected answer. For a labeled answer, they are the answer and
+    its label (a number). The document of an answer consists of the prompt, without labels, and the answer. In a pair,
+    only the first document has the prompt's images.
     """
 
     def encode(self, records: Iterable[Record]) -> Iterator[Document]:
@@ -114,7 +114,7 @@ class AnswerRows(PackedRows):
     def _documents(self, number: int) -> tuple[Tensor, Tensor, list[Medium]]:
         """Return an example's documents and images.
 
-        Documents are cut at ``length`` or before an image that does not fit.
+        A document is cut after ``length`` tokens or, if this would split an image, before this image.
         """
         start = int(self.tokens.ends[2 * number - 1]) if number else 0
         middle, end = self.tokens.ends[2 * number : 2 * number + 2].tolist()
@@ -155,10 +155,11 @@ class AnswerDataset(PackedDataset):
     may have images, in the forms that `PackedDataset` accepts. A batch holds the arguments of a forward. In a batch of
     pairs, the first rows are the chosen sequences, and the other rows are the rejected sequences. All rows are padded
     on the right. Only answers have labels. Both sequences of a pair have the pixels of the prompt. A batch of labeled
-    answers also has ``preference_labels`` [rows] bool. Its keys with the prefix ``kl_`` hold mismatched rows, from
-    which KTO estimates its KL divergence: the same prompts with the same pixels, but each prompt is followed by the
-    answer to the next prompt. Sequences are cut at ``length``, or before an image that does not fit. An example is left
-    out if its prompt leaves no room for an answer. A warning reports how many examples are left out.
+    answers also has ``preference_labels`` [rows] bool. Keys with the prefix ``kl_`` hold mismatched rows: the same
+    prompts with the same pixels, but each prompt is followed by the answer to the next prompt. KTO estimates its KL
+    divergence from these rows. A sequence is cut after ``length`` tokens or, if this would split an image, before this
+    image. An example is left out if its prompt leaves no room for an answer. A warning reports how many examples are
+    left out.
 
     Order, distribution over ranks, position and cache work as in `PackedDataset`, with examples instead of rows. If
     ``complete`` is True, the last step of an epoch is filled up with the first examples of the epoch.
@@ -194,7 +195,7 @@ class AnswerDataset(PackedDataset):
             raise ValueError("AnswerDataset: the source must have a length, got a stream. Save it as a file.")
 
     def _notes(self) -> list[str]:
-        """Return notes with the number of examples left out, of sequences cut, and of pairs with equal answers."""
+        """Return notes that count the examples left out, the sequences cut, and the pairs with equal answers."""
         parts: Any = getattr(self.rows, "parts", [self.rows])
         sizes = [part.tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).view(-1, 2) for part in parts]
         left_out = sum(len(size) - len(part.kept) for part, size in zip(parts, sizes, strict=True))

@@ -50,7 +50,7 @@ def collate(rows: Sequence[Batch]) -> Batch:
 
 
 def join_rows(rows: Sequence[Batch]) -> Batch:
-    """Concatenate tensors from several rows, either of tokens or of pixels. Tensors without elements are left out."""
+    """Concatenate tensors from several rows: token tensors or pixel tensors. Tensors without elements are left out."""
     names = dict.fromkeys(name for row in rows for name in row)
     joined = {name: join([row[name] for row in rows if name in row]) for name in names}
     return {name: tensor for name, tensor in joined.items() if tensor.numel()}

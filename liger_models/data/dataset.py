@@ -202,7 +202,10 @@ class PackedDataset(IterableDataset[Batch]):
 
     @property
     def has_images(self) -> bool:
-        """Whether any document has an image. For a stream, whether documents may have images."""
+        """Whether any document has an image.
+
+        The documents of a stream are unknown, so True means that they may have images.
+        """
         if self._rows is None:
             return self.encoder.processor is not None
         return any(len(tokens.media) for tokens in self._rows.sources)
@@ -244,7 +247,7 @@ class PackedDataset(IterableDataset[Batch]):
     def describe(self) -> str:
         """Return a text with the files, their formats, the number of documents, and the first document.
 
-        The learned parts of the document are marked.
+        The parts of this document that have labels are marked.
 
         Raises:
             ValueError: the source is a stream.

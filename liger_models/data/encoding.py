@@ -1,4 +1,4 @@
-"""Encoding of examples as token ids. All tokens of texts get labels. In chats, only the answers get labels."""
+"""Encoding of examples as token ids. In a plain text, every token gets a label. In a chat, only the answers get labels."""
 
 import contextlib
 import itertools
@@ -567,7 +567,7 @@ def _document_bounds(
 ) -> list[Span]:
     """Return the bounds of the documents in packed token ids.
 
-    ``seq_lengths`` or ``position_ids`` of the example give them.
+    The bounds come from the column ``seq_lengths`` or ``position_ids`` of the example.
     """
     bounds = [0, size]
 
@@ -722,7 +722,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _media_in(part: Mapping[str, Any]) -> list[str]:
-    """Return those names that refer to an image, a video or audio, among the type and the keys of a message part."""
+    """Return the names in a message part (its type and its keys) that refer to an image, a video or audio."""
     names = [str(part.get("type")), *(key for key, value in part.items() if value is not None)]
     return [name for name in names if any(kind in name for kind in MEDIA)]
 

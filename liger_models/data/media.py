@@ -201,7 +201,7 @@ class Medium:
 
 
 def _video_size(file: Any, settings: Mapping[str, Any], sampled: Sampled) -> MediaSize:
-    """Return the size of a video's frames and which frames are sampled, according to the video's header."""
+    """Read a video's header, and return the size of the frames and the numbers of the sampled frames."""
     if not isinstance(file, Path | bytes):
         raise ValueError("an image. Pass images as images.")
     # The rate of the sampled frames, from which the model computes their times.
@@ -259,9 +259,10 @@ class MediaReader:
     ) -> tuple[list[dict[str, Any]], list[MediaSource]]:
         """Return messages in the form that a chat template reads, and the images of the messages.
 
-        A message part of type "image" either contains an image or is the place of the next image of a column. In a
-        message that is a text, ``<image>`` is the place of the next image of the column. If the messages have no place
-        for the images of a column, these images come before the text of the user's first message.
+        A message part of type "image" either contains an image or is the place of the next image of a column. If the
+        content of a message is a text, each ``<image>`` in the text is the place of the next image of the column. If
+        the messages have no place for the images of a column, these images come before the text of the user's first
+        message.
 
         Args:
             where: where the example is, for errors.
@@ -399,7 +400,7 @@ class MediaReader:
 
 
 def take(where: str, kinds: Sequence[str], columns: Columns) -> list[Any]:
-    """For each place in an example, return the image for it: the next image in the column of the same kind.
+    """Return an image for each place in an example: the next image in the column of the place's kind.
 
     Args:
         where: where the example is, for errors.

@@ -45,7 +45,7 @@ class MixedRows(PackedRows):
         return [part.tokens for part in self.parts]
 
     def identity(self) -> Any:
-        """Return sizes, checksums and shares. An index keeps its meaning only as long as these stay the same."""
+        """Return sizes, checksums and shares. If any of these changes, an index may refer to another row."""
         return [*(part.identity() for part in self.parts), self.shares]
 
     def has_targets(self) -> bool:

@@ -23,7 +23,7 @@ WINDOW = 4096
 def split_documents(sizes: Tensor, length: int, overflow: str, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Split documents that are stored one after another into pieces.
 
-    Returns the first token and the size of each piece.
+    Returns the index of the first token and the size of each piece.
 
     Args:
         sizes: [n] int64, the number of tokens of each document, at least 1.
@@ -163,7 +163,7 @@ class PackedRows(Dataset[Batch]):
         return [self.tokens]
 
     def identity(self) -> Any:
-        """Return sizes and checksums. An index keeps its meaning only as long as these stay the same."""
+        """Return sizes and checksums. If any of these changes, an index may refer to another row."""
         images = [len(self.tokens.media), self.tokens.media_checksum] if len(self.tokens.media) else []
         return [self.tokens.documents, len(self.tokens.ids), self.tokens.checksum, *images]
 

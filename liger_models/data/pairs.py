@@ -48,7 +48,7 @@ class Pair(NamedTuple):
 
 
 class TextMaker(Protocol):
-    """Creates the texts of examples, as token ids. Objects with equal fields create equal texts."""
+    """Creates the texts of examples, as token ids. Two objects with equal fields create the same texts."""
 
     by_document: bool
     """Whether an example has one text per document, with a score. Otherwise, the query and each document have a text.

@@ -161,7 +161,7 @@ def encode_pair(
     answers: Sequence[str] = ANSWERS,
     on_unrendered: str = "error",
 ) -> list[Answer]:
-    """Return the token ids of a prompt's chosen and rejected answers, or of other answers if ``answers`` names them.
+    """Return an `Answer` for each answer of a pair. By default, the answers are the chosen and the rejected answer.
 
     Args:
         where: where the pair is, for errors.
@@ -252,7 +252,7 @@ def _read_ids(pair: Mapping[str, Any]) -> list[Answer]:
 def _encode_texts(pair: Mapping[str, Any], tokenizer: Tokenizer, answers: Sequence[str]) -> list[Answer]:
     """Return the answers of a pair that holds texts.
 
-    A token with characters of both the prompt and the answer belongs to the answer.
+    If a token contains characters of both the prompt and the answer, the token belongs to the answer.
     """
     eos = tokenizer.eos_token_id
     end = [] if eos is None else [eos]
@@ -275,7 +275,7 @@ def _encode_chats(
     answers: Sequence[str],
     on_unrendered: str,
 ) -> list[Answer]:
-    """Return the answers of a pair that holds messages, each with the tokens of the prompt and of the answer.
+    """For a pair that holds messages, return an `Answer` (prompt and answer as token ids) for each answer.
 
     Args:
         media: reader for the prompt's images.

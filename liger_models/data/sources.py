@@ -96,7 +96,10 @@ def _kind(path: PurePath) -> str:
 
 
 def _is_data(path: PurePath) -> bool:
-    """Return whether a file's name shows that it can be read. Table formats compress their content themselves."""
+    """Return whether a file's name shows that it can be read.
+
+    A table must not be compressed with gzip, because table formats compress their content themselves.
+    """
     return _kind(path) in (TEXT_SUFFIXES if path.name.lower().endswith(GZIP) else SUFFIXES)
 
 

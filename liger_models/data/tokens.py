@@ -311,7 +311,7 @@ def _newest(first: Path) -> Path:
 
 
 def _following(folder: Path) -> Path:
-    """Return the folder for the next tokenization of the same source. It is next to ``folder``: NAME.1, NAME.2, ..."""
+    """Return the folder for the next tokenization of the same source. Its name is NAME.1, NAME.2, ..."""
     return folder.with_suffix(f".{int(folder.suffix[1:] or 0) + 1}")
 
 
@@ -448,7 +448,7 @@ def _documents(part: Path) -> Iterator[Document]:
 
 
 def _remove_leftovers(cache: Path) -> None:
-    """Delete old parts, and unfinished folders of killed processes. What a process has locked is kept."""
+    """Delete old parts, and unfinished folders of killed processes. Parts and folders that are locked are kept."""
     for lock in cache.glob(f".*{LOCK}"):
         # If another process holds the lock, a TimeoutError is raised, which is an OSError.
         with contextlib.suppress(OSError), WeakFileLock(lock, timeout=0.1):
@@ -469,7 +469,10 @@ def _remove_unfinished(parts: Path, lock: Path) -> None:
 
 
 def _fingerprint(source: Any, encoder: Encoder) -> str:
-    """Return a digest of the encoder and the source. Of files, it covers only the paths, sizes and times."""
+    """Return a digest of the encoder and the source.
+
+    If the source consists of files, only their paths, sizes and times are digested.
+    """
     tokenizer = encoder.tokenizer
     made_by = [FORMAT, encoder.key, tokenizer.backend.to_str(), tokenizer.chat_template, tokenizer.special_tokens]
     if encoder.processor is not None:

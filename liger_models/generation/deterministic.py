@@ -71,7 +71,10 @@ def refusal(model: Decoder) -> str | None:
 
 
 def _multiplies_in_float8(linear: nn.Linear) -> bool:
-    """Return whether this package or torchao has converted a layer to float8, or its frozen weight is in float8."""
+    """Return whether a linear layer multiplies in float8.
+
+    Such a layer was converted by this package or torchao, or has a frozen weight in float8.
+    """
     converted = hasattr(linear, "float8_recipe") or type(linear).__module__.startswith("torchao.")
     format_ = frozen_format(linear)
     return converted or (format_ is not None and format_.rounds_inputs)

@@ -151,8 +151,8 @@ class DraftRound:
         """Prepare a series of rounds. Call `PagePool.resume` first.
 
         Each slot keeps its drafts from the last round. If a slot now holds another row, the old drafts are unlikely to
-        be accepted. New tokens still follow the model's distribution, because the old drafts have not been verified
-        before.
+        be accepted. New tokens still follow the model's distribution, because the next round verifies the old drafts
+        like all others.
 
         Args:
             tokens: [rows] int64, the last token of each row.
@@ -267,7 +267,7 @@ class DraftRound:
 
 @torch.no_grad()
 def with_layers_of(block: DraftBlock, cache: DecodeCache, prompt: Any) -> DecodeCache:
-    """Return a cache with the layers of ``cache`` and of the block, which holds the first token of ``prompt``."""
+    """Return a cache that holds the first token of ``prompt``, with the layers of ``cache`` and those of the block."""
     model, joined = block.model, DecodeCache(1)
     embeds, layout = model.prepare(torch.tensor([prompt[:1]], device=model.device), cache=joined)
     block.predict(embeds, embeds, layout)

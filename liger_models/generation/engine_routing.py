@@ -213,7 +213,7 @@ def _layers_of(model: Decoder, where: str) -> tuple[list[int], int]:
 
 
 def _decode(payload: Any, blocks: int, K: int) -> Tensor:
-    """Return a payload as a tensor, usually [N, H, K]."""
+    """Decode an engine's payload into a tensor, usually [N, H, K]."""
     data, dtype, shape = payload, torch.int32, [-1, blocks, K]
     if isinstance(payload, Mapping):
         names = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}

@@ -6,8 +6,8 @@ cache from tensors at fixed addresses, so one graph serves all lengths up to the
 
 A step and its cache have a fixed number of rows and a fixed capacity in tokens, both rounded up. If a model is in eval
 mode, a few steps are kept for later calls; see `MOST_STEPS` and `MOST_MEMORY`. The steps are dropped when the model
-changes in a way that a captured step would not notice. Captured steps read the current values of the parameters, so an
-update of the parameters in place does not drop the steps. `release_steps` drops all steps at once.
+changes in a way that a captured step would not notice. Captured steps read the current values of the parameters, so the
+steps remain valid when parameters are updated in place. `release_steps` drops all steps at once.
 """
 
 import functools
@@ -224,9 +224,9 @@ class DecodeStep:
     def _prefill_padded(self, model: Decoder, batch: PromptBatch, repeats: int, is_captured: bool) -> Tensor:
         """Run a forward of prompts that are padded on the right.
 
-        If ``is_captured`` is True, the graph for this shape is replayed. If there is no such graph, the first prompts
-        of this shape run in an ordinary forward, and the second prompts are captured, because a capture takes at least
-        as long as an ordinary forward.
+        If ``is_captured`` is True, the graph for this shape is replayed. If there is no such graph, the prompts run in
+        an ordinary forward. The graph is captured when this shape occurs for the second time, because a capture takes
+        at least as long as an ordinary forward.
         """
         B, length = batch.ids.shape
         self.cache.start(B, length, batch.mask, repeats)
@@ -388,7 +388,7 @@ def borrow_step(model: Decoder, state: ModelState, B: int, tokens: int) -> Itera
 def is_kept(model: Decoder) -> bool:
     """Return whether steps of a model are kept for later calls.
 
-    The forward of prompts is captured only if steps are kept. Otherwise, its graph would be used only once.
+    The forward of prompts is captured only if steps are kept, because a graph that is not kept would be used only once.
     """
     return model.groups.tensor is None and not any(module.training for module in modules_of(model))
 
@@ -402,8 +402,8 @@ def can_capture(model: Decoder, state: ModelState | None = None) -> bool:
     """Return whether steps of a model run as CUDA graphs. ``state`` is the result of `state_of`, if it is known.
 
     The model must be on one GPU or sharded by `apply_tp`, whose all-reduces are captured, too. No module may be
-    compiled, and autocast must be off. Hooks are allowed only if `run_preparing_hooks` runs them and has already run
-    them.
+    compiled, and autocast must be off. The only hooks that modules may have are hooks that merely check something
+    (``only_checks``), and hooks that `run_preparing_hooks` has already run.
     """
     device = model.device.type
     return (

@@ -23,7 +23,7 @@ def in_lockstep(model: Decoder) -> Iterator[None]:
     """Context manager that lets ranks run different numbers of forwards of a model that FSDP has sharded.
 
     A rank that reaches the end of the context early runs further forwards of one token until all ranks have reached the
-    end. All ranks must enter the context. Every forward must have a cache and run the head, so that all ranks call the
+    end. All ranks must enter the context. Every forward must use a cache and run the head, so that all ranks call the
     same collectives. If FSDP has not sharded the model, the context does nothing.
     """
     groups = [group for group in model.groups.data if group.size > 1]

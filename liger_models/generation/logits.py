@@ -57,7 +57,7 @@ def next_logits(
     def run(first: int, end: int, every: int, forward: Callable[..., Tensor], **options: Any) -> Tensor:
         """Return the logits [B, V] after column ``end − 1``.
 
-        Of each ``every`` rows, one is computed and its logits are repeated.
+        Only the first of every ``every`` rows is computed. The other rows get a copy of its logits.
         """
         logits = forward(
             model, ids[::every, first:end], position_ids=positions[..., ::every, first:end],
@@ -68,7 +68,7 @@ def next_logits(
 
     @DerivedTensors().used()
     def of_all(end: int, cache: DecodeCache | None) -> Tensor:
-        """Compute the logits after ``end`` columns with an ordinary forward of the columns that are not cached."""
+        """Compute the logits of the token after ``end`` columns, with an ordinary forward of the uncached columns."""
         if cache is None:
             return run(0, end, 1, last_logits)
         if any(cache.length <= switch < end for switch in switches):
@@ -81,7 +81,7 @@ def next_logits(
         return logits
 
     def of_last(end: int, step: DecodeStep) -> Tensor:
-        """Compute the logits after ``end`` columns, with a prefill for the prompts or a step for a later column."""
+        """Compute the logits of the token after ``end`` columns, with a prefill (for the first new token) or a step."""
         step.reserve(end, T + new - 1)
         with step.derived.used():
             if end == T:

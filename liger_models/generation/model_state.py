@@ -43,7 +43,7 @@ def state_of(model: Decoder) -> "ModelState":
 
 
 class ModelState:
-    """The state of a model, in which steps can be captured.
+    """The state of a model, with the kinds of steps that have run in this state.
 
     Args:
         model: the model. The state keeps no reference to it.
@@ -79,7 +79,10 @@ class ModelState:
         """A cache of a single token, with tensors on the meta device; None until a rollout has run a token."""
 
     def add_step(self, kind: Hashable) -> None:
-        """Note that a step has run and its kernels are thus compiled. The kind determines the shapes of the step."""
+        """Record that a step has run, which means that its kernels are compiled.
+
+        The kind determines the shapes of the step.
+        """
         self._steps[kind] = num_derived()
 
     def is_ready(self, kind: Hashable) -> bool:

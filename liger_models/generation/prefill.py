@@ -2,8 +2,8 @@
 
 For a short prompt, the host needs more time to launch the kernels one by one than the GPU needs to run them. A graph
 needs only one launch. Prompts are padded on the right to one of a few lengths, so that a graph serves several lengths.
-Since padding comes after all tokens, no token attends to it. The cache does not store padding. For recurrent layers,
-the padding of a row is a separate document, so the returned states are the states after the last token. Padding on the
+Since padding comes after all tokens, no token attends to it. The cache does not store padding. Recurrent layers treat
+the padding of a row as a separate document, so the returned states are those after the row's last token. Padding on the
 left is moved to the right, also for long prompts, so that prompts of different lengths need no attention mask. If there
 were a mask, the host would wait for the GPU, and flex_attention would be compiled again for some lengths.
 """
@@ -21,8 +21,9 @@ from liger_models.layers.layer import layers_of, modules_of
 from liger_models.layers.paged_cache import PagedCache
 
 MOST_OPERATIONS = 1e13
-"""Maximum number of floating-point operations of a forward that is captured. An H100 takes about 20 ms for this number
-of operations, and the host takes about as long to launch a forward."""
+"""Maximum number of floating-point operations of a forward that is captured.
+
+An H100 takes about 20 ms for this number of operations, and the host takes about as long to launch a forward."""
 
 MOST_GRAPHS = 8
 """Maximum number of prompt graphs that a step keeps."""

@@ -96,8 +96,8 @@ def check_ids(model: Decoder, ids: Tensor) -> Tensor:
 def count_embeddings(model: Decoder) -> int:
     """Return the number of rows of the embedding, which PEFT may have wrapped.
 
-    A valid id has a row in the embedding. It need not have a row in the head, because ids of image placeholders may
-    exceed the head's vocabulary.
+    An id is valid if the embedding has a row for it. The head need not have a row for it, because ids of image
+    placeholders may exceed the head's vocabulary.
     """
     modules: Any = model.embed_tokens.modules()
     rows: int = next(module.num_embeddings for module in modules if hasattr(module, "num_embeddings"))

@@ -42,7 +42,7 @@ class Sampler:
 
     @functools.cached_property
     def stops(self) -> Tensor:
-        """Whether each token ends a row, [1, V] bool. Only calls with a minimum number of new tokens need this."""
+        """Whether each token of the vocabulary ends a row, [1, V] bool. Used only for a minimum number of new tokens."""
         tokens = torch.tensor([self.settings.eos_token_id], dtype=torch.int64, device=self.device)
         return token_mask(tokens, self.vocab_size)
 
@@ -266,7 +266,7 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
 
 
 def keep_typical_p(logits: Tensor, p: float) -> Tensor:
-    """Keep the tokens whose information content is closest to the entropy. Set the logits of all others to −∞.
+    """Keep the tokens whose information content is closest to the entropy. Set the logits of all other tokens to −∞.
 
     Args:
         logits: [B, V] fp32.
@@ -301,7 +301,9 @@ def keep_epsilon(logits: Tensor, epsilon: float | Tensor) -> Tensor:
 
 
 def keep_eta(logits: Tensor, epsilon: float) -> Tensor:
-    """Apply `keep_epsilon` with the smaller of ε and √ε · exp(−entropy). A flat distribution thus keeps more tokens.
+    """Apply `keep_epsilon` with the smaller of ε and √ε · exp(−entropy).
+
+    More tokens are thus kept if the distribution is flat.
 
     Args:
         logits: [B, V] fp32.
@@ -314,7 +316,10 @@ def keep_eta(logits: Tensor, epsilon: float) -> Tensor:
 
 
 def _running_sums(share: Tensor, bound: float) -> tuple[Tensor, float]:
-    """Return the cumulative sums of probabilities [B, V] fp32 in some unit, and ``bound`` in the same unit."""
+    """Return the cumulative sums of probabilities [B, V] fp32, and ``bound``.
+
+    If results must be deterministic, the sums and ``bound`` are integers, in units of 2⁻⁵³.
+    """
     # On a GPU, only the integer cumsum is deterministic, and float sums depend on the number of rows.
     if torch.are_deterministic_algorithms_enabled() or is_batch_invariant():
         return (share.double() * 2**53).long().cumsum(1), int(bound * 2**53)

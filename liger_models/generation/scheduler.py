@@ -8,8 +8,8 @@ everything after a stop token. A prefill omits the last token of each prompt. Th
 every new token comes from a step.
 
 A prefill waits until there are enough new prompts, because the host takes as long to launch a small prefill as a large
-prefill. When the queue is empty and rows end, a step with fewer rows is captured if the steps that remain save more
-time than the capture costs.
+prefill. When the queue is empty, rows that end are no longer replaced. A step with fewer rows is then captured if the
+remaining steps save more time than the capture costs.
 
 Rows with the highest limit on new tokens start first, so that few rows run alone at the end. Rows with equal limits
 start in the order of their prompts. When pages run out, the rows that started last return to the front of the queue.
@@ -121,7 +121,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def _has_too_many_slots(self) -> bool:
-        """Return whether a step with fewer slots would save more time than its capture costs."""
+        """Return whether capturing a step with fewer slots would save more time than it costs."""
         empty = self.pool.rows - len(self.running)
         steps = max((row.remaining for row in self.running), default=0)
         return 2 * empty >= self.pool.rows and empty * steps >= (CAPTURE_ROWS if self.captured else 1)
@@ -186,7 +186,8 @@ class Scheduler:
     def _prefill(self) -> None:
         """Compute the uncached prompts of running rows.
 
-        If these are few and more rows are queued, wait instead.
+        If these prompts are short in total and more rows are queued, do nothing, so that a later call computes them
+        together with more prompts.
         """
         self._copy_prompts()
         new = [row for row in self.running if not row.is_ready]
@@ -217,7 +218,10 @@ class Scheduler:
         return chunk
 
     def _fill(self, chunk: list[tuple[Row, int]]) -> None:
-        """Run a forward of the rows in ``chunk``, from each row's first uncached token up to its end in ``chunk``."""
+        """Run a forward of the rows in ``chunk``.
+
+        A row's part of the forward begins at its first uncached token, and ends at its end in ``chunk``.
+        """
         ids = [row.tokens[row.cached : end] for row, end in chunk]
         options: dict[str, Any] = {}
         if len(chunk) > 1:  # packed documents
@@ -256,14 +260,14 @@ class Scheduler:
         return out
 
     def _recorded(self, row: Row, end: int) -> Tensor:
-        """Return the recorded experts of a row's tokens from ``cached`` to ``end``, with −1 if a token has none."""
+        """Return the recorded experts of a row's tokens from ``cached`` to ``end``; −1 for a token without any."""
         missing = self.no_experts.expand(max(end - row.num_recorded, 0), -1, -1)
         return torch.cat([*row.experts, missing])[row.cached : end]
 
     def _copy_prompts(self) -> None:
         """Give rows the cached prompt of their source row.
 
-        They share its full pages, and get a copy of its last page.
+        A row shares the full pages of the prompt with its source row, and gets its own copy of the last page.
         """
         pages, rows = [], []
         for row in self.running:

@@ -77,9 +77,9 @@ class Columns:
     def most(self, end: int, count: int) -> int:
         """Return how many of the next ``count`` columns can run in the same forward as the columns before ``end``.
 
-        The forward of the prompts runs no columns after the prompts. All columns of a forward use the rotary
-        frequencies of the forward's last column. Therefore, a forward must not cross a column at which the
-        frequencies change (LongRoPE) or start to depend on the length (dynamic scaling).
+        The first forward runs only the prompts, so the result is then 0. All columns of a forward use the rotary
+        frequencies of the forward's last column. Therefore, a forward must not cross a column at which the frequencies
+        change (LongRoPE) or start to depend on the length (dynamic scaling).
         """
         limits = [switch - end for switch in self.switches if switch >= end]
         return max(0, min(count if self.started else 0, self.alike_up_to - end, *limits))
@@ -239,7 +239,7 @@ def speculate(
 
 
 def _check(target: Columns, ids: Tensor, end: int, count: int, heads: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the logits [B, count + 1, V] for the columns from ``end`` on and, for heads, the hidden states."""
+    """Run the model on ``count`` proposals. Return the logits [B, count + 1, V] and, for heads, the hidden states."""
     if not heads:
         return target.run(ids, end + count, logits_to_keep=count + 1), None
     hidden = target.run(ids, end + count, return_logits=False)[:, -count - 1 :]

@@ -430,8 +430,8 @@ class Progress:
         """Continue after step ``start``.
 
         If a step now has another number of batches, `steps` is adapted to the remaining batches. For example, suppose
-        that a run over 40 batches has read 20 batches in 10 steps of 2 batches. If its steps now have 4 batches, the
-        run has 5 more steps, so `steps` becomes 15.
+        that a run over 40 batches has read 20 batches in 10 steps of 2 batches. If a step now has 4 batches, the
+        remaining 20 batches take 5 steps, so `steps` becomes 15.
         """
         read_steps = self._batches_read() / self._options.accumulate * self._repeats
         if self._options.steps is None and read_steps != start:
@@ -490,7 +490,7 @@ class Updates:
         return cosine(step, max(1, round(self._options.warmup * steps)), steps, self._options.min_lr)
 
     def resume(self, start: int) -> None:
-        """Set the current options in the optimizer again. Loading a state has replaced them with the saved options."""
+        """Set the current options in the optimizer again, because loading a state has replaced them."""
         if self._in_backward:
             step_in_backward(self.optimizer)
         self.scheduler.base_lrs = [group["lr"] for group in self._groups]

@@ -31,8 +31,8 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
     """Count the floating-point operations that this rank performs in a forward and backward.
 
     The count includes matrix products and all kinds of attention. For each token, an element of a weight counts as 2
-    operations in the forward. In the backward, it counts as 2 operations for the gradient of the input, if anything
-    before the layer is trained, and as 2 operations for the gradient of the weight, if the weight is trained. The count
+    operations in the forward. In the backward, the element counts as 2 more operations if the weight is trained (for
+    its gradient), and as 2 more if anything before the layer is trained (for the gradient of the input). The count
     includes neither recomputation nor vision towers. Experts count only for the tokens that are routed to them, and the
     head counts only for tokens with a target.
 

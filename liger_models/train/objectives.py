@@ -81,7 +81,7 @@ class Reference:
 
     @torch.no_grad()
     def __call__(self, model: CausalLM, run: Callable[[CausalLM], Tensor]) -> Tensor:
-        """Call ``run`` with the reference model and return its result."""
+        """Call ``run`` with the reference model, and return the result of ``run``."""
         with without_adapters(model) if self.by_adapters else nullcontext():
             log_probs = run(self.model or model)
         reshard(self.model or model)
@@ -457,6 +457,6 @@ def mean_metrics(total: Mapping[str, Tensor], prefix: str = "") -> dict[str, flo
 
 
 def pair(total: Tensor, number: Tensor | float) -> Tensor:
-    """Return an entry [2] of `Metrics` for a sum [] and its number of summands, without waiting for the device."""
+    """Return an entry of `Metrics`: a tensor [2] with a sum and its number of summands. The host does not wait."""
     total = total.detach().float()
     return torch.stack([total, number.float() if isinstance(number, Tensor) else torch.full_like(total, number)])

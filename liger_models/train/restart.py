@@ -58,7 +58,10 @@ def take_request(folder: Path) -> str | None:
 
 
 def watch(folder: Path) -> threading.Event:
-    """Start a thread that restarts this process when any process requests it. Setting the result ends the thread."""
+    """Start a thread that restarts this process when any process requests a restart.
+
+    Returns an event. Setting the event ends the thread.
+    """
     ended = threading.Event()
 
     def wait() -> None:

@@ -90,7 +90,10 @@ class Staging:
         return visit
 
     def give(self, param: Tensor, visit: Visit, state: Mapping[Tensor, Any]) -> None:
-        """Copy the moments back after the work queued on the current stream, and prefetch the next moments."""
+        """Copy the moments back to host memory, and prefetch the next moments.
+
+        The copy starts when the work that is queued on the current stream has ended.
+        """
         self._out.wait_stream(torch.accelerator.current_stream(self._buffer.device))
         with self._out:
             for host, staged in zip(visit.host, visit.staged, strict=True):

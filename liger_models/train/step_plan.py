@@ -34,6 +34,7 @@ MEMORY = "memory.json"
 """Name of the file with the plan of a run."""
 SMALLER = (0.9, 0.97, 0.999)
 """Upper bounds for the estimated peak of the next smaller plan, as shares of the peak of the plan that did not fit.
+
 The first bound for which a plan exists is used.
 """
 
@@ -186,7 +187,7 @@ class StepPlan:
     # Steps that run out of memory.
 
     def run(self, step: int, batches: Sequence[dict[str, Any]], work: Callable[[], Result]) -> Result:
-        """Return ``work()``. If it runs out of memory, repeat it with smaller and smaller plans until it fits.
+        """Return the result of ``work()``. If the call runs out of memory, repeat it with smaller plans until it fits.
 
         Each attempt starts from the same batches, gradients and random numbers, so the result does not depend on the
         number of attempts.
@@ -307,7 +308,10 @@ class StepPlan:
 
     @property
     def _conditions(self) -> dict[str, Any]:
-        """Options and sizes that determine the plan. If any of them has changed, a resumed run chooses a new plan."""
+        """Options and sizes that determine the plan.
+
+        If any of these options and sizes has changed, a resumed run chooses a new plan.
+        """
         device = self._model.device
         total = 0
         if device.type in ACCELERATORS:

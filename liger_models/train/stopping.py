@@ -34,8 +34,9 @@ def keep_signal_handlers() -> Iterator[None]:
 class Stop:
     """Turns the first SIGINT or SIGTERM into a request to all ranks to stop.
 
-    A second signal takes its usual effect at once. Every rank must create a `Stop` and call `check` once per step.
-    Outside of the main thread, no handler is installed, and the rank only receives the signals of other ranks.
+    A second signal has the effect that it would have without `Stop`. Every rank must create a `Stop` and call `check`
+    once per step. Outside of the main thread, no handler is installed, and the rank only receives the signals of other
+    ranks.
 
     Attributes:
         signal: the signal that stops all ranks; 0 until `check` has returned True.

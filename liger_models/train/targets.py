@@ -27,7 +27,10 @@ class TargetChecks:
             self._learned.append(any(bool((rows != -100).any()) for rows in labels))
 
     def check(self, step: int, device: torch.device) -> str | None:
-        """Return the warning if a step up to ``step`` had no labels, but only once. Every rank must call this."""
+        """Return a warning about the first step up to ``step`` without labels; None if there is none.
+
+        After one warning, the result is always None. Every rank must call this method.
+        """
         if not self._learned:
             return None
         learned = mean_over_ranks(torch.tensor(self._learned, dtype=torch.float32, device=device)).tolist()

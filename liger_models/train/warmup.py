@@ -12,11 +12,11 @@ from liger_models.layers.compile_ahead import Kernels, Launch, compile_all, neve
 def warm_up(model: nn.Module, **batch: Any) -> int:
     """Compile those kernels of this package that ``model(**batch)`` and its backward launch.
 
-    For most models, the first training step does the same by itself (`layers/compile_ahead.py`). Distributed, quantized
-    and compiled models, and models with hooks, need `warm_up` for this. `warm_up` first runs the model and records the
-    kernels without launching them. Then threads compile the recorded kernels in parallel. Triton's cache on disk keeps
-    the compiled kernels for later processes. Kernels that are already compiled are skipped, and kernels of other
-    packages run as usual.
+    For most models, the first training step compiles these kernels by itself in the same way
+    (`layers/compile_ahead.py`). Only distributed, quantized and compiled models, and models with hooks, need `warm_up`.
+    `warm_up` first runs the model and records the kernels without launching them. Then threads compile the recorded
+    kernels in parallel. Triton's cache on disk keeps the compiled kernels for later processes. Kernels that are already
+    compiled are skipped, and kernels of other packages run as usual.
 
     Args:
         model: the model, with the mode, precision, compilation and sharding that the training uses. Its weights and
