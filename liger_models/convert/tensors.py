@@ -530,7 +530,7 @@ class _Names:
 
 
 def _owners(weights: WeightMap) -> tuple[dict[str, str], Counter[str]]:
-    """Return a dict from checkpoint tensors to our parameter names, and the number of tensors for each of these names."""
+    """Return a dict from checkpoint tensors to our parameter names, and the number of tensors per parameter."""
     owners = {name: ours for ours, expression in weights.entries.items() for name in expression.names()}
     return owners, Counter(owners.values())
 

@@ -1,4 +1,7 @@
-"""Encoding of examples as token ids. In a plain text, every token gets a label. In a chat, only the answers get labels."""
+"""Encoding of examples as token ids.
+
+In a plain text, every token gets a label. In a chat, only the answers get labels.
+"""
 
 import contextlib
 import itertools

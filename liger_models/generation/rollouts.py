@@ -294,7 +294,7 @@ def _num_new(row: Row) -> int:
 def _column(
     rows: Sequence[Row], completions: Sequence[Completion | None], column: int, padding: int
 ) -> tuple[list[int], list[bool], list[float]]:
-    """Return three lists over the rows: the token at ``column``, whether the row has stopped, and the log-probability."""
+    """Return three lists, with one entry per row: token at ``column``, whether the row has stopped, log-probability."""
     tokens, ended, log_probs = [], [], []
     for row, completion in zip(rows, completions, strict=True):
         has_token = column < _num_new(row)

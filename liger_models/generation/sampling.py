@@ -42,7 +42,10 @@ class Sampler:
 
     @functools.cached_property
     def stops(self) -> Tensor:
-        """Whether each token of the vocabulary ends a row, [1, V] bool. Used only for a minimum number of new tokens."""
+        """Whether each token of the vocabulary ends a row, [1, V] bool.
+
+        It is needed only for a minimum number of new tokens.
+        """
         tokens = torch.tensor([self.settings.eos_token_id], dtype=torch.int64, device=self.device)
         return token_mask(tokens, self.vocab_size)
 

@@ -340,7 +340,7 @@ def load_function(name: str) -> Reward:
 
 
 def has_room(model: CausalLM) -> bool:
-    """Return whether every rank has free memory for a 16-bit copy of all parameters, and the same amount for sampling."""
+    """Return whether every rank has free memory for a 16-bit copy of all parameters and, in addition, for sampling."""
     # All ranks must make the same decision. Parameters take two bytes per element, and sampling needs the same amount
     # of memory.
     free = free_memory(model.device)
