@@ -211,8 +211,9 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
 
 
 def unmerge_lora(model: Model) -> Model:
-    """Undo ``merge_lora(model, reversible=True)``. Adapters and weights are then bitwise identical to their state
-    before the merge.
+    """Undo ``merge_lora(model, reversible=True)``.
+
+    Adapters and weights are then bitwise identical to their state before the merge.
 
     Raises:
         ValueError: the model was not merged with ``reversible=True``.
@@ -264,7 +265,7 @@ def unsupported_linears(model: nn.Module) -> list[str]:
 def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]:
     """Map the path of each linear layer that can have adapters to a pair.
 
-    The pair is the layer, and the layer's weight as an expression in terms of checkpoint tensors.
+    The pair contains the layer, and the weight of the layer as an expression in terms of checkpoint tensors.
     """
     entries = _entries(model)
     routers = [layer.router for layer in layers_of(model) if layer.router is not None]
@@ -282,8 +283,8 @@ def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]
 def adaptable_experts(model: CausalLM) -> dict[str, dict[str, tuple[str, Expression]]]:
     """Map the path of each layer with routed experts to the layer's parameters that can have adapters.
 
-    A layer's parameters are a dict. Its keys are the names of the parameters in this package. Each value is a pair: the
-    name of the parameter in transformers, and the parameter as an expression in terms of checkpoint tensors.
+    The parameters of a layer form a dict from their names in this package to pairs. A pair contains the name of the
+    parameter in transformers, and the parameter as an expression in terms of checkpoint tensors.
     """
     entries = format_of(type(model)).expert_map(model.config).entries
     experts: dict[str, dict[str, tuple[str, Expression]]] = {}
@@ -319,7 +320,7 @@ def _entries(model: CausalLM) -> dict[str, Expression]:
 
 
 def expert_names(model: CausalLM) -> dict[str, str]:
-    """Map the names of experts' matrices to the names of the parameters in transformers that hold these matrices.
+    """Map the name of each matrix of an expert to the name of the transformers parameter that holds this matrix.
 
     The keys are the names in all checkpoint layouts, without the index of the expert. For example,
     ``experts.gate_proj``, ``experts.up_proj`` and ``experts.gate_up_proj`` belong to the same parameter.

@@ -103,7 +103,7 @@ class LoRAExperts(Layer):
         return self.config.lora_dropout if self.training and self.active else 0.0
 
     def low_ranks(self, dtype: torch.dtype) -> tuple[LowRank | None, LowRank | None]:
-        """Return pairs of A [X, r, in] and s · B [X, out, r] of this rank's experts.
+        """Return two pairs (A [X, r, in], s · B [X, out, r]) with the adapters of this rank's experts.
 
         The first pair is for gate and up, and the second for down. A pair is None if its matrices have no adapters, or
         if the adapters are switched off.
@@ -114,7 +114,7 @@ class LoRAExperts(Layer):
         return low_rank_pair(gate_up_A, gate_up_B), low_rank_pair(down_A, down_B)
 
     def _factors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        """For each name in `MATRICES`, return A and s · B, which are both None if the matrices have no adapter."""
+        """Return A and s · B for each name in `MATRICES`; both are None if the matrices with this name have no adapter."""
         factors: list[Tensor | None] = []
         for name in MATRICES:
             if name not in self.names:

@@ -200,8 +200,9 @@ class LinearAdapters(nn.ModuleDict):
         return self.group if is_sharded(next(self.parameters())) else None
 
     def _pack(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """Arrange rows of matrices in the packed order of the weight. If the weight is sharded, return this rank's
-        rows.
+        """Arrange rows of matrices in the packed order of the weight.
+
+        If the weight is sharded, return this rank's rows.
 
         Args:
             rows: maps the name of each checkpoint matrix to all rows of the matrix, or to this rank's rows of it.
@@ -398,7 +399,7 @@ class LoRAColumnParallelLinear(LoRALinear, ColumnParallelLinear):
     """`ColumnParallelLinear` with adapters. With equal random states, ranks drop the same elements."""
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Shard B and m by rows if a shard of the weight consists of consecutive rows of each matrix."""
+        """Shard B and m by rows. This requires that a shard of the weight consists of consecutive rows of each matrix."""
         dims = self.lora.shard_rows(group)
         ranks = torch.arange(group.size, device="cpu")
 
@@ -442,8 +443,9 @@ LoRALinear.parallel_kinds = {
 
 
 class LoRALMHead(LoRALinear, LigerLMHead):
-    """`LigerLMHead` with an adapter. In the fused loss, A x becomes r extra columns of the input, and s · B becomes r
-    extra columns of the weight.
+    """`LigerLMHead` with an adapter.
+
+    In the fused loss, A x becomes r extra columns of the input, and s · B becomes r extra columns of the weight.
     """
 
     forward = LigerLMHead.forward
@@ -476,7 +478,7 @@ ADAPTED: dict[type[nn.Linear], type[LoRALinear]] = {
 
 
 def adapted_layers(model: nn.Module) -> dict[str, LoRALinear | LoRAExperts]:
-    """Map paths to modules, for all modules of a model that hold adapters."""
+    """Return all modules of a model that hold adapters, as a dict from paths to modules."""
     return {path: module for path, module in model.named_modules() if isinstance(module, LoRALinear | LoRAExperts)}
 
 

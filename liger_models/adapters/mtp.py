@@ -154,7 +154,8 @@ class LigerMTP(nn.Module):
     def _layouts(self) -> list[dict[str, tuple[Expression, dict[str, str]]]]:
         """For each checkpoint layout, map our names of parameters to pairs.
 
-        A pair is an expression, and a dict from the names in this expression to the names of tensors in the checkpoint.
+        The pair for a parameter contains its expression, and a dict from the names in this expression to the names in
+        the checkpoint.
         """
         layouts = []
         for weights in format_of(type(self.model)).weight_maps(self._sizes):
@@ -347,7 +348,9 @@ class LigerMTP(nn.Module):
 
     @torch.no_grad()
     def draft(self, hidden: Tensor, tokens: Tensor, layout: BatchLayout) -> Tensor:
-        """Do what `predict` does, without gradients, from the next tokens [B, T] int64 instead of their embeddings."""
+        """Like `predict`, but without gradients, and with the ids [B, T] of the next tokens instead of their
+        embeddings.
+        """
         embedding = self.model.embed_tokens
         norm: Any = self.pre_fc_norm_embedding
         other: Any = self.pre_fc_norm_hidden

@@ -135,10 +135,10 @@ def _targets(model: CausalLM, config: LoRAConfig) -> tuple[list[str], list[str]]
 
 
 def _misread(model: CausalLM) -> set[str]:
-    """Return the last parts of module names that PEFT always takes for experts if they are in ``target_modules``.
+    """Return the last parts of module names that PEFT would misread as names of experts in ``target_modules``.
 
-    For each expert, a checkpoint has a separate tensor with such a name, whereas transformers has one parameter for all
-    experts. The names of layers of a shared expert or of a dense MLP may have the same last parts.
+    A checkpoint has a separate tensor with such a name for each expert, whereas transformers has one parameter for all
+    experts. The layers of a shared expert or of a dense MLP may have names with the same last part.
     """
     names = expert_names(model)
     apart = any(alias != parameter for alias, parameter in names.items())
@@ -287,8 +287,8 @@ def _expert_tensors(stem: str, adapter: ExpertAdapter) -> dict[str, PeftTensor]:
 
     In the files, A is [X · r, in], and the rows of each expert are contiguous. B is [out, r · X]. From one column of B
     to the next, the index of the expert varies fastest. The rows of B are in transformers' order. If A and B are
-    exchanged, each expert's A in the file is the transposed B, and its B in the file is the transposed A, so their
-    product is the transposed matrix.
+    exchanged, the file stores the transposed B of each expert as A, and the transposed A as B. The product of these two
+    is the transposed product of B and A.
     """
     (X, out, _), expression, name = adapter.lora_B.shape, adapter.expression, adapter.name
     if adapter.exchanged:

@@ -108,8 +108,9 @@ class Node(nn.Module):
         self.leaves = {}
 
     def add_leaf(self, name: str, owner: nn.Module, owner_name: str) -> None:
-        """Add the submodule ``owner_name`` of ``owner`` to the tree as ``name``. The submodule also stays in the
-        model.
+        """Add the submodule ``owner_name`` of ``owner`` to the tree as ``name``.
+
+        The submodule also stays in the model.
         """
         self.leaves[name] = owner, owner_name
         setattr(self, name, getattr(owner, owner_name))
@@ -153,7 +154,10 @@ class Node(nn.Module):
 
 @dataclasses.dataclass
 class WrappedModel:
-    """Holds the model whose modules are in the tree. The class is not a module, so each parameter has one name."""
+    """Holds the model whose modules are in the tree.
+
+    This class is not an `nn.Module`, so that parameters do not get a second name through it.
+    """
 
     inner: nn.Module
     causal_lm: CausalLM
@@ -351,7 +355,9 @@ class UnpackedModel(Node):
     _before_forward.only_prepares = True  # type: ignore[attr-defined]  # see `run_preparing_hooks`
 
     def _warn_of_skipped(self, config: Any) -> None:
-        """Warn if PEFT has adapted every linear layer of the tree, which lacks some layers of transformers' model."""
+        """If PEFT has adapted every linear layer of the tree, warn about layers of transformers' model that the tree
+        lacks.
+        """
         if self.skipped and not config.inference_mode and not any(type(leaf) is nn.Linear for leaf in self._leaves()):
             names = ", ".join(sorted(self.skipped))
             warnings.warn(
@@ -574,7 +580,7 @@ def _layers_inside(module: nn.Module) -> list[str]:
 
 
 def _counterparts(entries: Mapping[str, Expression]) -> dict[str, set[str]]:
-    """Map each checkpoint module to our modules that hold its own parameters or parameters of its submodules."""
+    """Map the path of each checkpoint module to our modules that hold its parameters, including its submodules'."""
     counterparts: dict[str, set[str]] = {}
     for parameter, expression in entries.items():
         for tensor in expression.names():
@@ -588,8 +594,8 @@ def _counterparts(entries: Mapping[str, Expression]) -> dict[str, set[str]]:
 def _is_same_module(module: nn.Module, expressions: dict[str, Expression], counterparts: dict[str, set[str]]) -> bool:
     """Whether transformers has the same module, for example a norm or the embedding.
 
-    The result is False for all linear layers except the head, because an `UnpackedLinear`, which has fused ops for
-    adapters, replaces each of them.
+    The result is False for all linear layers except the head. Each of these layers is replaced by an `UnpackedLinear`,
+    which can run fused ops with adapters.
 
     Args:
         module: the module.
@@ -627,7 +633,10 @@ def _peft_config_class(config_class: type, model_type: str) -> type:
 
 
 def _stored_vocabulary(base: str) -> SimpleNamespace:
-    """Return the ``vocab_size`` in a folder or hub repository. When PEFT saves, it compares it with the model's."""
+    """Return the ``vocab_size`` in a folder or hub repository.
+
+    When PEFT saves an adapter, it compares this number with the model's ``vocab_size``.
+    """
     file = Path(base) / CONFIG
     keys = read_json(file if file.is_file() else Path(hf_hub_download(base, CONFIG)))
     return SimpleNamespace(vocab_size=keys.get("text_config", keys)["vocab_size"])

@@ -49,7 +49,10 @@ class Term(NamedTuple):
 
 
 class CannotFuse(Exception):
-    """Raised if fused ops cannot compute a layer, so PEFT must. The message is the reason, or empty for no warning."""
+    """Raised if fused ops cannot compute a layer, so PEFT must compute it.
+
+    The message is the reason for a warning. If it is empty, there is no warning.
+    """
 
 
 class RowOrder:
@@ -79,9 +82,9 @@ class RowOrder:
 
     @staticmethod
     def _is_regular(first_rows: Tensor, lengths: Tensor, groups: int) -> bool:
-        """Whether runs of rows form groups that have one run of each matrix.
+        """Whether the packed rows repeat a regular pattern: ``groups`` groups, each with a run of rows of every matrix.
 
-        A run is given by its length and by the position of its first row in the joined order.
+        All groups have the same run lengths. A run is given by its first row in the joined order and by its length.
         """
         first_rows, lengths = first_rows.view(groups, -1), lengths.view(groups, -1)  # [groups, matrices]
         group_lengths = lengths[0]
@@ -125,8 +128,8 @@ class _Moved(torch.autograd.Function):
 class UnpackedLinear(Layer):
     """A projection from [C] to [O], with one linear layer per matrix of the checkpoint.
 
-    Fused ops use the attributes `weight`, `bias`, `is_low_rank` and `low_rank`, as those of a `LoRALinear`. The outputs
-    of such an op are in the joined order, and `row_order` moves them to the packed order.
+    Fused ops read its attributes `weight`, `bias`, `is_low_rank` and `low_rank`, which a `LoRALinear` also has. The
+    outputs of such an op are in the joined order, and `row_order` moves them to the packed order.
 
     Args:
         packed: the projection.

@@ -24,9 +24,9 @@ class CapturedStep:
     """The forward and backward of a training step for batches of one shape, run together by ``loss = step(batch)``.
 
     Like ``backward``, the step sets gradients that are None, and adds to gradients that exist. The step allocates the
-    gradients itself and uses the same tensors in every call. Between calls, either set all gradients to None, or keep
-    all tensors that the step has allocated. An optimizer and clipping may change the values in these tensors. Every
-    call draws new random numbers for dropout. The optimizer is not part of the step.
+    gradients itself and uses the same tensors in every call. Between calls, either set all gradients to None, or leave
+    all of them in the tensors that the step has allocated. An optimizer and clipping may change the values in these
+    tensors. Every call draws new random numbers for dropout. The optimizer is not part of the step.
 
     On a GPU there are two graphs: one sets gradients, and the other adds to existing gradients. Each graph is captured
     when it is first needed, and the two graphs share their memory. On the CPU the step runs without a graph.

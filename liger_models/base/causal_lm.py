@@ -176,9 +176,9 @@ class CausalLM(Decoder):
         """Capture the forward and backward of a training step in a CUDA graph, for batches shaped like ``batch``.
 
         ``loss = step(batch)`` does the work of ``loss = model(**batch).loss`` and ``loss.backward()`` in one launch.
-        For batches of a few hundred tokens this is several times as fast as separate launches. The graph uses the
-        current addresses of the parameters, so move the model, freeze parameters and add adapters before the capture.
-        On the CPU the step runs without a graph.
+        For batches of a few hundred tokens, one launch is several times as fast as separate launches. The graph uses
+        the current addresses of the parameters, so move the model, freeze parameters and add adapters before the
+        capture. On the CPU the step runs without a graph.
 
         Args:
             batch: the forward's arguments by name, among them ``labels`` [B, T]. Tensors are copied, and a call may
@@ -443,8 +443,8 @@ class CausalLM(Decoder):
     ) -> None:
         """Write a Hugging Face checkpoint; see `liger_models.convert.save.save_pretrained`.
 
-        All ranks must call this method if the model is sharded. After 30 seconds a warning names the ranks that have
-        not called it.
+        All ranks must call this method if the model is sharded. After 30 seconds, a warning names the ranks that have
+        not called the method.
 
         Raises:
             TimeoutError: the model is sharded, and a rank did not call this method within the process group's timeout.
@@ -491,7 +491,10 @@ class CausalLM(Decoder):
 
 
 def check_config(config: object, also: str = "") -> None:
-    """Raise TypeError unless ``config`` is a dataclass. ``also`` names other accepted types, for the error message."""
+    """Raise TypeError unless ``config`` is a dataclass.
+
+    The error message adds ``also``, which names other accepted types.
+    """
     if not is_dataclass(config) or isinstance(config, type):
         is_place = isinstance(config, str | PathLike)
         raise TypeError(

@@ -113,7 +113,7 @@ class ImageProcessor(Processor):
         return self.joined([self.images(image) for image in images])
 
     def joined(self, converted: Sequence[Any]) -> dict[str, Tensor]:
-        """Join what ``self.images`` returned for several images into inputs of ``forward``; {} if there are no images.
+        """Join the results of ``self.images`` for several images into inputs of ``forward``; {} if there are no images.
 
         By default, ``self.images`` returns an image's tiles [tiles, 3, side, side], and ``pixel_values`` are the tiles
         of all images.

@@ -449,7 +449,7 @@ def settings_of(assets: Mapping[str, bytes], part: str) -> dict[str, Any]:
 
 
 def settings_file(assets: Mapping[str, bytes], part: str, changes: Mapping[str, Any]) -> dict[str, bytes]:
-    """Apply changes to the file that `settings_of` reads. Return a dict from the file's name to its new content.
+    """Apply changes to the file that `settings_of` reads. Return {name of the file: its new content}.
 
     If a checkpoint has no video settings, the changes are applied to a copy of its image settings.
     """
@@ -512,7 +512,9 @@ def one_list(owner: str, token: str, texts: Sequence[str], images: Any) -> "list
 
 
 def each_once(make: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
-    """For each index, call ``make`` with the elements of all columns at this index. Return the list of results.
+    """Call ``make`` for each index, with the elements that the columns have at this index.
+
+    Return the results in a list.
 
     If the same objects occur at several indices, for example because several answers share an image, ``make`` is called
     only once for them.
@@ -531,7 +533,7 @@ def _setting(settings: Mapping[str, Any], key: str, otherwise: Any) -> Any:
 
 
 def check_settings(settings: Mapping[str, Any], **fixed: Any) -> None:
-    """Raise ValueError if a setting in preprocessor_config.json differs from its only supported value in ``fixed``.
+    """Raise ValueError if a setting in preprocessor_config.json differs from ``fixed``, its only supported value.
 
     As in transformers, the value null switches off a step that is one of `STEPS`. For all other keys, null stands for
     the default.

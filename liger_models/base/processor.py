@@ -314,7 +314,8 @@ class Processor(ABC):
     def replace(self, texts: Sequence[str], **written: Iterable[str]) -> list[list[Edit]]:
         """Return, for each text, the edits that replace its placeholders.
 
-        The arguments ``image`` and ``video`` hold the replacements of the placeholders of their kind, in order.
+        The argument ``image`` holds the texts that replace the image placeholders, in order, and ``video`` holds those
+        for videos.
         """
         following = {medium: iter(parts) for medium, parts in written.items()}
         return [
@@ -323,7 +324,9 @@ class Processor(ABC):
         ]
 
     def framed(self, text: str, *, is_prompt: bool) -> str:
-        """Give a text that no chat template has rendered the form of the texts in the model's training data.
+        """Return a text in the form of the model's training data.
+
+        It is used for texts that no chat template has rendered.
 
         Args:
             text: a whole text, or the prompt that an answer follows.

@@ -63,7 +63,7 @@ class VisionLanguageModel(CausalLM):
     def tower_is_sharded(self) -> bool:
         """Whether FSDP shards parameters of the tower, so that all ranks must run the tower together.
 
-        This is the case whether FSDP has sharded the tower's blocks, the tower, or the whole model.
+        The property is True if FSDP has sharded the tower's blocks, the tower, or the whole model.
         """
         return any(hasattr(module, "reshard") for module in (self, *self.visual.modules()))
 

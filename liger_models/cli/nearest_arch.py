@@ -113,9 +113,7 @@ def nearest(theirs: Any, folder: Path) -> Nearest:
 def _compared(
     name: str, model_class: type[CausalLM], hf: Mapping[str, Any], folder: Path, recorded: Trace
 ) -> list[Nearest]:
-    """Compare an architecture with the model in a folder. The result is a list with one `Nearest`; [] for vision
-    models.
-    """
+    """Compare an architecture with the model in a folder. Return a list with one `Nearest`; [] for vision models."""
     # Build a model with all settings that the architecture has.
     config_class: Any = model_class.config_class
     act = hf.get("hidden_act", "silu")
@@ -148,7 +146,7 @@ def _compared(
 def copied_source(
     model_class: type[CausalLM], name: str, prefix: str, hf_class: str, config_class: Any, ignored: list[str]
 ) -> str:
-    """Copy the source of an architecture's module for a new architecture, with new names and defaults.
+    """Return the source of an architecture's module, changed to the names and defaults of a new architecture.
 
     Args:
         model_class: class of the architecture to copy.

@@ -171,7 +171,10 @@ def _build(model_class: type[CausalLM], config: Any, dtype: torch.dtype, device:
 
 
 def _narrow(config: Any, divisor: int) -> Any:
-    """Return a copy of a config with smaller sizes. No constructor runs, so a tower's sizes need not fit together."""
+    """Return a copy of a config with smaller sizes.
+
+    The constructor's checks do not run, so a tower's sizes need not fit together.
+    """
     sizes, changes = vars(config), {}
     for name in WIDTHS:
         if isinstance(sizes.get(name), int):

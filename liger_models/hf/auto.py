@@ -93,7 +93,10 @@ def _name_of(arch: type[CausalLM]) -> str:
 
 
 def _forward_with(names: tuple[str, ...]) -> Any:
-    """Return a `LigerForCausalLM.forward` whose signature, which generate and Trainer read, has a family's inputs."""
+    """Return a copy of `LigerForCausalLM.forward` with a family's inputs in its signature.
+
+    ``generate`` and Trainer read the signature.
+    """
 
     @functools.wraps(LigerForCausalLM.forward)
     def forward(self: LigerForCausalLM, *args: Any, **inputs: Any) -> Any:
@@ -219,7 +222,7 @@ class _Registrations(dict[type[PreTrainedConfig], Any]):
         self.auto_class = auto_class
 
     def add(self, config: Any) -> bool:
-        """Add our class for a configuration class, and return whether we have one."""
+        """Add this package's class for a configuration class. Return whether this package has such a class."""
         ours = _find(self.auto_class, config)
         if ours is not None:
             self[config] = ours

@@ -153,7 +153,7 @@ class LigerCache(Cache):
         self.decode.select(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens. ``tokens_to_remove`` is the number of tokens to remove, with a minus sign, or 0.
+        """Remove the last tokens. ``tokens_to_remove`` is minus the number of tokens to remove.
 
         Raises:
             ValueError: ``tokens_to_remove`` is positive, which transformers' caches also refuse; or the cache holds

@@ -330,7 +330,7 @@ class Checkpoint(Loading):
     def _without_tensors(
         self, folder: str | os.PathLike[str], is_main_process: bool, state_dict: Mapping[str, Tensor] | None
     ) -> bool:
-        """Return whether ``state_dict`` is empty. If it is empty, rank 0 writes the configurations."""
+        """Return whether ``state_dict`` is empty. If so, first write the configurations on rank 0."""
         if state_dict is None or state_dict:
             return False
         if is_main_process and rank() == 0:
@@ -412,10 +412,10 @@ def find_mismatched(decoder: CausalLM, stored: Mapping[str, StoredTensor]) -> li
 
 
 def _is_tied(arch: type[CausalLM], folder: Path) -> bool:
-    """Return False if config.json does not say whether the head is tied, and the family's default is an untied head.
+    """Return False if the family has an untied head by default, and config.json does not say whether the head is tied.
 
-    By default, transformers' class may have a tied head although the published model has an untied one (Mistral Small
-    3). The head of the published model would then be lost.
+    transformers may tie the head by default although the published model has an untied head (Mistral Small 3). The head
+    of the published model would then be lost.
     """
     hf = read_json_config(folder) if (folder / CONFIG).is_file() else {}
     if "tie_word_embeddings" in hf or hf.get("model_type") != format_of(arch).model_type:

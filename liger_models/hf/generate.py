@@ -8,8 +8,8 @@ loop runs instead.
 For most logits processors, the engine has an equivalent option (`OPTIONS`). If the list has a processor without such an
 option, or if its order is not the engine's, the engine calls the whole list after each step. The engine itself
 implements the stopping criteria for the length and for stop tokens. All other criteria are asked only once every few
-steps, and then about each of the new tokens. If generation should have ended at one of these tokens, the tokens after
-it are discarded.
+steps, and then about each of the new tokens. If a criterion ends generation at one of these tokens, the tokens after it
+are discarded.
 """
 
 import functools
@@ -381,9 +381,9 @@ class Output:
             self.unfinished = torch.ones(len(prompts), dtype=torch.bool, device=prompts.device)
 
     def check(self) -> bool:
-        """Ask the criteria about each step that has not been read yet, in order; return whether all rows have ended.
+        """Ask the criteria about each unread step, in order, and return whether all rows have ended.
 
-        The steps after the one at which all rows have ended are dropped.
+        Steps that ran after the end of all rows are dropped.
         """
         while self.length < len(self.steps) and not self.has_ended:
             self._read(self.steps[self.length])
@@ -450,8 +450,8 @@ def _filling(
 ) -> Callable[[], DecodeCache]:
     """Return a function that computes the cache for tokens ``ids`` [B, S] of prompts and answers.
 
-    ``length``, ``mask`` and ``pixels`` are those of the prompts. ``positions`` has the positions of prompts and
-    answers; if it is None, the decoder computes them.
+    ``length``, ``mask`` and ``pixels`` belong to the prompts. ``positions`` holds the positions of the tokens of
+    prompts and answers; if it is None, the decoder computes them.
     """
 
     def fill() -> DecodeCache:

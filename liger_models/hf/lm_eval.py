@@ -20,7 +20,7 @@ TOKENS_PER_CHECK = 16
 
 
 class StopTexts(StoppingCriteria):
-    """Ends a batch at most `TOKENS_PER_CHECK` - 1 tokens after the token at which all answers contain a stop text.
+    """Ends a batch when all answers contain a stop text, at most `TOKENS_PER_CHECK` - 1 tokens later than necessary.
 
     The harness cuts answers before their stop texts, so its results do not change. The harness's own criterion decodes
     all answers after each token, which takes longer than computing the token.

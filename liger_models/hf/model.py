@@ -182,8 +182,9 @@ class LigerPreTrainedModel(PreTrainedModel):
 class UnusedHead(LigerLMHead):
     """A head that is never called. It uses the embedding's weight, but does not register the weight as its parameter.
 
-    FSDP requires that all modules that share a parameter are in one group. The weight has only one owner here, because
-    Accelerate and other tools put the embedding into a group without the head if a model has no output embedding.
+    FSDP requires that all modules that share a parameter are in one group. If a model has no output embedding,
+    Accelerate and other tools put the embedding into a group without the head, so here only the embedding owns the
+    weight.
     """
 
     holder: tuple[CausalLM]
@@ -736,7 +737,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
         """Raise an error, because transformers' continuous batching has a paged cache that needs other kernels.
 
-        ``generate_batch`` calls this method and raises the same error.
+        ``generate_batch`` calls this method, and therefore raises the same error.
 
         Raises:
             ValueError: always.

@@ -8,7 +8,7 @@ All preference losses share this notation:
 - y_w is the chosen sequence of a pair, and y_l is the rejected sequence.
 - NLL is the mean negative log-probability of the tokens in the chosen sequences.
 
-A loss over pairs is a mean over pairs plus ``alpha`` · NLL.
+The loss of a batch of pairs is the mean of the pairs' losses, plus ``alpha`` · NLL.
 
 The log-probabilities of the reference model come from one call of `fused_linear_logprobs` without gradients. The
 log-probabilities of the policy come from one call of `loss_of_log_probs`. The loss is computed from these

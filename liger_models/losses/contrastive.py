@@ -11,9 +11,8 @@ In CoSENT, c_i is the cosine similarity of the two texts of example i. With Matr
 over the numbers n in ``dimensions``. Each term of the sum is the loss for the first n dimensions of the embeddings.
 
 The N x M matrix of similarities is never stored. The contrastive loss is `linear_cross_entropy` with the documents as
-the weight of a head, and this op computes the matrix in chunks of queries. CoSENT needs no matrix at all: in a list of
-the examples in the order of their scores, all examples with a higher score come after an example, so running sums
-suffice.
+the weight of a head, and this op computes the matrix in chunks of queries. CoSENT needs no matrix at all: if the
+examples are sorted by their scores, all examples with a higher score come after an example, so running sums suffice.
 
 Source: https://arxiv.org/abs/1807.03748 (InfoNCE), https://arxiv.org/abs/2205.13147 (Matryoshka),
 https://penghao-bdsc.github.io/papers/CoSENT_TASLP2024.pdf (CoSENT).

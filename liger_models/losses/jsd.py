@@ -9,7 +9,7 @@ from liger_models.losses.base_distillation import FusedDistillationLoss, FusedDi
 
 
 def check_beta(name: str, beta: float) -> None:
-    """Raise ValueError unless β is in [0, 1]. ``name`` says in the message which argument it is."""
+    """Raise ValueError unless β is in [0, 1]. ``name`` is the name of the argument in the error message."""
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"{name} must lie in [0, 1], got {beta}.")
 

@@ -1,8 +1,8 @@
 """The files, apart from the weights, in which sentence-transformers describes an embedding model or a reranker.
 
-``modules.json`` lists the modules. The first module is the transformer, whose files are in the folder itself. In an
-embedding model, a pooling module and a normalization module follow. In a reranker, a module that computes the score
-follows. Each module after the first has a ``config.json`` in a subfolder. ``config_sentence_transformers.json`` has the
+``modules.json`` lists the modules. The first module is the transformer, whose files are in the folder itself. An
+embedding model also has a pooling module and a normalization module. A reranker also has a module that computes the
+score. Each module after the first has a ``config.json`` in a subfolder. ``config_sentence_transformers.json`` has the
 prompts.
 """
 
@@ -265,7 +265,10 @@ def _list_modules(package: str, names: list[str], transformer: str = "sentence_t
 
 
 def _write(folder: Path, files: Mapping[str, Any]) -> None:
-    """Write JSON files, each through a temporary file. `MODULES`, which names the others, must be the last one."""
+    """Write JSON files, each through a temporary file.
+
+    `MODULES` must come last in ``files``, because readers find the other files through it.
+    """
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

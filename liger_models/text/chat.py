@@ -153,8 +153,9 @@ def answer_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 
 
 def _spellings(messages: Messages) -> Iterator[list[dict[str, Any]]]:
-    """Yield the messages in each form that templates may expect for tool calls. The forms differ in the ``content`` of
-    messages with tool calls, and in the arguments of the calls.
+    """Yield the messages in each form that templates may expect for tool calls.
+
+    The forms differ in the ``content`` of messages with tool calls, and in the arguments of the calls.
     """
     plain: list[dict[str, Any]] = [*map(without_nulls, messages)]
     yield plain
@@ -176,7 +177,7 @@ def _spellings(messages: Messages) -> Iterator[list[dict[str, Any]]]:
 def _in_best_spelling(
     messages: Messages, examples: Callable[[Sequence[dict[str, Any]]], list[Rendering]]
 ) -> list[Rendering]:
-    """Return the examples for the form of the messages from which the template leaves out the fewest fields."""
+    """Try each form that `_spellings` yields, and return the examples of the form that loses the fewest fields."""
     refusal: ValueError | None = None
     best: tuple[int, list[Rendering]] | None = None
     for spelling in _spellings(messages):
@@ -430,8 +431,8 @@ class _Conversation:
     def _own_count(self, owner: int, number: int) -> int:
         """Return how often a mark occurs in the text that ends with the message to which the mark belongs.
 
-        Later repetitions of the mark are not counted. For example, a template may write the name of a call twice in the
-        call itself, and again next to the call's result.
+        Repetitions after this message are not counted. For example, a template may write the name of a call twice in
+        the call itself, and again next to the call's result.
         """
         prefix = None if owner == _TOOLS else self._prefix(owner + 1)
         return 0 if prefix is None else prefix.count(_mark(number))
@@ -439,7 +440,7 @@ class _Conversation:
     def unrendered(self, learned: Sequence[int], elsewhere: Sequence[int] = ()) -> list[str]:
         """Return the fields of messages that the text does not show.
 
-        Reasoning in answers that are not learned is left out.
+        The result does not include the reasoning of answers that are not learned.
 
         Args:
             learned: the answers that are learned in this text.
@@ -501,7 +502,7 @@ class _Conversation:
     def shows(self, index: int, spans: Sequence[Span]) -> bool:
         """Return whether the text shows an answer exactly as it was generated.
 
-        If so, the text up to the end of the answer equals the text of the conversation that ends with this answer.
+        This is True if rendering only the messages up to this answer yields the same text up to the end of the answer.
         """
         prefix = self._prefix(index + 1)
         if prefix is None or not spans or index == len(self.messages) - 1:
@@ -536,7 +537,7 @@ class _Conversation:
         return Rendering(text, learned, unrendered)
 
     def _end(self) -> int:
-        """Return the position of the last mark in the text without marks."""
+        """Return where the last mark ends, as a position in the text from which all marks are removed."""
         return self._groups[-1].end if self._groups else 0
 
     def _header(self, index: int, number: int | None, before: str) -> int:
@@ -579,8 +580,8 @@ class _Conversation:
     def _likely_header(self, index: int, number: int | None, before: str) -> int:
         """Return the header's length for a text that does not continue the prompt, such as before the first message.
 
-        The header then ends with the longest beginning of the usual prompt that occurs in the text. If no beginning
-        occurs, the header is the text that the template writes before any answer at this position.
+        The header ends after the longest beginning of the usual prompt that occurs in the text. If none occurs, the
+        header is the text that the template writes before any answer at this position.
         """
         # The usual prompt is what the template adds after a question if it is asked for a generation prompt.
         question = [{"role": "user", "content": f"1{_mark(0)}"}]
@@ -599,7 +600,10 @@ class _Conversation:
         return self._common(before, _unmarked(text)) if text else len(before)
 
     def _boundaries(self, text: str) -> Iterator[re.Match[str]]:
-        """Yield the special tokens and the white space in a text. No token of an answer crosses such a boundary."""
+        """Yield the special tokens and the white space in a text.
+
+        A token of an answer never extends across such a special token or white space.
+        """
         return re.finditer(rf"{self._special.pattern}|\s", text)
 
     def _common(self, one: str, other: str) -> int:

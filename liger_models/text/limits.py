@@ -235,7 +235,10 @@ class _Counting(NodeTransformer):
     """Inserts counting filters into the loops, macros, joined texts, slices and comparisons of a syntax tree."""
 
     def _visit_body(self, node: Any) -> Any:
-        """Insert a filter that counts, each time a body runs, one step and the characters of literal text."""
+        """Insert a statement at the beginning of a body.
+
+        Each run of the body then counts one step and its literal text.
+        """
         characters = sum(len(part.data) for part in node.find_all(nodes.TemplateData))
         self.generic_visit(node)
         count = nodes.ExprStmt(_filter(" charge", nodes.Const(characters)))

@@ -205,8 +205,9 @@ class Tokenizer:
 
     @foreign_arguments("Tokenizer.save_pretrained")
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the tokenizer's files, with all changes, to a folder. A model's ``save_pretrained`` also writes these
-        files.
+        """Write the tokenizer's files, with all changes, to a folder.
+
+        A model's ``save_pretrained`` also writes these files.
 
         Args:
             folder: the folder. It is created if it does not exist; other files in it are kept.
@@ -622,8 +623,9 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> tuple[str, list[Span]]:
-        """Render a conversation as text, and find the parts that the assistant writes. A model is trained on these
-        parts.
+        """Render a conversation as text, and find the parts that the assistant writes.
+
+        A model is trained on these parts.
 
         A template may mark answers by ``{% generation %}`` and ``{% endgeneration %}``. An answer may then have several
         parts, such as reasoning and text. Without these marks, an answer extends from the end of the generation prompt
@@ -757,7 +759,7 @@ def _render_unfinished(
     """Render a conversation up to the end of a field of its last message, without the text after this field.
 
     A mark and a space are appended to the field. The rendered text is cut where the template writes the mark. If the
-    space is missing after the mark, the template strips the field.
+    rendered text has no space after the mark, the template has stripped the field.
     """
     where, mark = "apply_chat_template: continue_final_message", f"{BEGIN} "
     last = dict(messages[-1])
