@@ -114,7 +114,7 @@ class LoRAExperts(Layer):
         return low_rank_pair(gate_up_A, gate_up_B), low_rank_pair(down_A, down_B)
 
     def _factors(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        """Return A and s · B for each name in `MATRICES`; both are None if the matrices with this name have no adapter."""
+        """Return A and s · B for each name in `MATRICES`; both are None if these matrices have no adapter."""
         factors: list[Tensor | None] = []
         for name in MATRICES:
             if name not in self.names:

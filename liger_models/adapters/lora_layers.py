@@ -399,7 +399,7 @@ class LoRAColumnParallelLinear(LoRALinear, ColumnParallelLinear):
     """`ColumnParallelLinear` with adapters. With equal random states, ranks drop the same elements."""
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Shard B and m by rows. This requires that a shard of the weight consists of consecutive rows of each matrix."""
+        """Shard B and m by rows if each rank holds consecutive rows of each matrix; otherwise, shard nothing."""
         dims = self.lora.shard_rows(group)
         ranks = torch.arange(group.size, device="cpu")
 

@@ -348,9 +348,7 @@ class LigerMTP(nn.Module):
 
     @torch.no_grad()
     def draft(self, hidden: Tensor, tokens: Tensor, layout: BatchLayout) -> Tensor:
-        """Like `predict`, but without gradients, and with the ids [B, T] of the next tokens instead of their
-        embeddings.
-        """
+        """Like `predict`, but without gradients, and with the ids [B, T] int64 of the next tokens."""
         embedding = self.model.embed_tokens
         norm: Any = self.pre_fc_norm_embedding
         other: Any = self.pre_fc_norm_hidden

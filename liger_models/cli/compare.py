@@ -248,7 +248,7 @@ def _corrected_branch(
     theirs: tuple[Tensor, Tensor],
     parts: _Parts,
 ) -> Callable[..., Any]:
-    """Return a function that runs a norm and its branch, records the errors of both, and returns transformers' output."""
+    """Return a function that runs a norm and its branch, records their errors, and returns transformers' output."""
     branch_input, branch_output = theirs
 
     def add_norm_and_run(norm: nn.Module | None, x: Tensor | None, residual: Tensor, *options: Any) -> Any:
@@ -263,8 +263,7 @@ def _corrected_branch(
 
 
 def first_difference(errors: Mapping[str, Mapping[str, float]], limit: float = PART_LIMIT) -> str:
-    """Return a text with the first path that has an error beyond the limit, and the errors of its parts; "" if none
-    has.
+    """Return a text that names the first path with an error beyond the limit, and the errors of its parts, or "".
 
     An example of a result is ``layers.0: input_layernorm 2.1e-08, self_attn 3.4e-01, ... (2 of 4 places differ)``.
     """

@@ -60,7 +60,7 @@ class Edits:
             self._apply_fields(config, decoder)
 
     def _follow(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
-        """If the model was changed, write the changes to transformers' configuration, and to the copy of it in `built`."""
+        """If the model was changed, write the changes to transformers' configuration and to its copy `built`."""
         before, after = self.ours, decoder.config
         for theirs in (config, self.built):
             text = theirs.get_text_config()
