@@ -355,7 +355,7 @@ class UnpackedModel(Node):
     _before_forward.only_prepares = True  # type: ignore[attr-defined]  # see `run_preparing_hooks`
 
     def _warn_of_skipped(self, config: Any) -> None:
-        """If PEFT has adapted every linear layer of the tree, warn about the layers that only transformers' model has."""
+        """If PEFT has adapted every linear layer of the tree, warn about the layers that are not in the tree."""
         if self.skipped and not config.inference_mode and not any(type(leaf) is nn.Linear for leaf in self._leaves()):
             names = ", ".join(sorted(self.skipped))
             warnings.warn(

@@ -129,7 +129,7 @@ class Encoding(ABC):
         return None
 
     def moved(self, to: Callable[[Path], Path]) -> "Encoding":
-        """Return the same encoding with its tensors in other files."""
+        """Return a copy of this encoding whose tensors are in other files."""
         parts = {name: part._replace(file=to(part.file)) for name, part in self.parts.items()}
         return replace(self, parts=parts, extras=tuple(extra._replace(file=to(extra.file)) for extra in self.extras))
 
@@ -600,7 +600,7 @@ def _state_of(tensor: StoredTensor, read: Read) -> dict[str, Any]:
 
 
 def _take_extras(stored: Stored) -> None:
-    """Move tensors that describe activations, caches and shapes into the entry of the weight of the same layer."""
+    """Attach tensors that describe activations, caches or shapes to the entry of their layer's weight."""
     for name in [name for name in stored if name.endswith(EXTRAS)]:
         owner = name.rpartition(".")[0] + ".weight"
         extra = stored.pop(name)

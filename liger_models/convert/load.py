@@ -469,8 +469,8 @@ def _one_dtype(
 
     Tensors of the parameters in ``wide`` are ignored.
 
-    As in transformers, the returned dtype is the dtype in config.json. If config.json has no dtype, the dtype of most
-    elements in the checkpoint is returned.
+    As in transformers, the returned dtype is the dtype in config.json. If config.json has no dtype, the returned dtype
+    is the one that most elements of the checkpoint have.
     """
     counts: Counter[torch.dtype] = Counter()
     for expression in (expression for name, expression in weights.entries.items() if name not in wide):

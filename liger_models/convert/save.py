@@ -58,7 +58,7 @@ def save_pretrained(
     If an unsharded model is saved in a process group, only rank 0 writes, and the other ranks that call this function
     wait for rank 0. If the model is sharded, all ranks must call this function. Under torchrun, the ranks on the host
     of rank 0 then write the files, each rank a part of them. Each parameter is gathered only on the rank that writes
-    it. This rank holds the tensors of about one file at a time. All other ranks only send their shards.
+    it. A rank that writes holds the tensors of about one file at a time. All other ranks only send their shards.
 
     Args:
         model: the model. Its ``hf_config`` and ``assets`` are saved, too.
@@ -145,7 +145,7 @@ class _Contents(NamedTuple):
     quantization: dict[str, Any]
 
     def named(self, gathered: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Yield all names and tensors of the checkpoint: first those computed from ``gathered``, then ``kept``."""
+        """Yield all names and tensors of the checkpoint: first the tensors computed from ``gathered``, then ``kept``."""
         return itertools.chain(self.stored.unpack(gathered, dtype), self.kept.items())
 
 
@@ -155,7 +155,7 @@ def _contents(
     mxfp4: str | os.PathLike[str] | None,
     parameters: Mapping[str, Tensor] | None,
 ) -> _Contents:
-    """Return the checkpoint's tensors: encoded in MXFP4 with given scales, quantized as they were read, or dense."""
+    """Return the tensors to write: dense, quantized as they were read, or encoded in MXFP4 with given scales."""
 
     def of_model(weights: WeightMap) -> WeightMap:
         return weights if model.has_head else weights.of_body()

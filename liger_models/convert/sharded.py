@@ -229,9 +229,9 @@ def shape_of(expression: Expression, shapes: Mapping[str, Sequence[int]]) -> tor
 def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[int]]) -> Rows | None:
     """Return which rows of the checkpoint's tensors make up a shard of a parameter.
 
-    To find these rows, the function numbers the rows of the checkpoint, and packs tensors of these numbers in the
-    same way as the weights. The shard of the packed tensor then contains the numbers of the rows that form the shard
-    of the parameter.
+    To find these rows, the function gives each row of the checkpoint a number, and packs tensors of these numbers in
+    the same way as the weights. The shard of the packed tensor then contains the numbers of the rows that form the
+    shard of the parameter.
 
     Args:
         expression: the parameter's expression in the weight map.
@@ -292,8 +292,8 @@ def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[
 def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
     """Find the rows of a parameter that belong to each matrix of the checkpoint.
 
-    To find these rows, the function numbers all rows of the parameter, and unpacks a tensor of these numbers in the
-    same way as the parameter. Each unpacked matrix then contains the numbers of the rows that belong to it.
+    To find these rows, the function gives each row of the parameter a number, and unpacks a tensor of these numbers in
+    the same way as the parameter. Each unpacked matrix then contains the numbers of the rows that belong to it.
 
     Args:
         expression: the parameter's expression in the weight map.

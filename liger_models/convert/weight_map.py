@@ -403,7 +403,7 @@ def fused_gate_up_rows(gate_up: str) -> Expression:
 
 
 def expert_rows(gate: str, up: str, down: str, experts: int) -> tuple[Expression, Expression]:
-    """Return two stacked weights of a layer's experts: fused gate and up, and down.
+    """Return the two stacked weights of a layer's experts: one that fuses gate and up, and one for down.
 
     ``{x}`` in names stands for the number of the expert.
     """

@@ -362,7 +362,7 @@ class PackedDataset(IterableDataset[Batch]):
         return collate(rows + [self._make_row([])] * (self.batch_size - len(rows)))
 
     def _identity(self) -> dict[str, Any]:
-        """Return the options and the checksum that must stay the same for a saved position to keep its meaning."""
+        """Return options and a checksum. A saved position is valid only as long as none of them changes."""
         options = {"length": self.length, "overflow": self.overflow, "shuffle": self.shuffle, "seed": self.seed}
         return {**options, "documents, tokens and checksum": None if self._rows is None else self._rows.identity()}
 

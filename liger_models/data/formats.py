@@ -388,7 +388,7 @@ class Formats:
 
 
 def recognized_format(source: Any) -> str | None:
-    """Return the format name of a source's first record; None if the record has no format or cannot be read.
+    """Return the name of the format of a source's first record; None if the record has no format or cannot be read.
 
     If the record fits the format of labeled answers, this format is returned. If the record fits a document format and
     another format, the document format is returned.

@@ -71,7 +71,7 @@ class FileState(NamedTuple):
     def holds(self, path: str | os.PathLike[str]) -> bool:
         """Return whether a file is still in this state.
 
-        If only the times differ, as after copying, the checksums decide.
+        If only the times differ, as after copying, the file is in this state if the checksums are equal.
         """
         status = os.stat(path) if os.path.isfile(path) else None
         if status is None or status.st_size != self.bytes:
@@ -230,7 +230,7 @@ class MediaReader:
         self.token_ids: set[int] = set() if processor is None else processor.media_ids
 
     def columns(self, example: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """Return the images that an example has in separate columns, such as ``images``, for each kind of media."""
+        """For each kind of media, return the images in the example's columns of this kind, such as ``images``."""
         # An example may have both a singular and a plural column. The images of the singular column come first.
         columns: dict[str, list[Any]] = {kind: [] for kind in self.kinds}
         for kind, column in columns.items():

@@ -170,8 +170,8 @@ class PackedRows(Dataset[Batch]):
     def _keep_whole(self, sizes: Tensor) -> Tensor:
         """Return how many tokens of each document are used, [documents] int64.
 
-        A document with images is cut at the end of a row or before an image that does not fit. If this leaves no
-        target, the document is left out.
+        A document with images is cut at the end of a row or, if this would split an image, before this image. If no
+        target remains, the document is left out.
         """
         kept, ends = sizes.clone(), self.tokens.ends
         first, last = self.tokens.media.T.contiguous()

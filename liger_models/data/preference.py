@@ -52,7 +52,8 @@ def preference_batch(
     """Return preference pairs as one batch: all chosen sequences, followed by all rejected sequences.
 
     The pairs may have any form that TRL's trainers take, or may already have passed through TRL's collators. A row
-    consists of a prompt and its answer. There is no padding before or between them. Only the answer has labels.
+    consists of a prompt and its answer. There is no padding before the prompt, nor between prompt and answer. Only the
+    answer has labels.
 
     Args:
         pairs: a list of examples, or columns by name, in one of these forms:

@@ -138,7 +138,7 @@ class TokenFile:
             )
 
     def _changed_images(self) -> Iterator[tuple[str, str]]:
-        """Yield, for each image that was replaced or removed, the location of its example and its path."""
+        """For each image that was replaced or removed, yield the location of its example, and the path of the image."""
         with (self.folder / HEADERS).open(encoding="utf-8") as lines:
             for header in map(json.loads, lines):
                 if header["path"] is not None and not FileState(*header["state"]).holds(header["path"]):
@@ -253,7 +253,7 @@ def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | Non
     Every rank must call this function. An error on one rank is raised on all ranks. All other ranks wait for the ranks
     that tokenize, without a time limit. If several hosts or runs share the cache, one host tokenizes and the others
     wait. If a run was killed, tokenization continues after the run's last finished part. Tokens from the cache are
-    verified. If broken images are skipped and image files have changed, the source is tokenized again. The new tokens
+    verified. With ``broken_media="skip"``, the source is tokenized again if image files have changed. The new tokens
     are written to a new folder next to the old folder, because a running process may be reading the old folder.
     Unfinished files of killed processes are deleted before the tokenization.
 

@@ -51,7 +51,7 @@ class DraftBlock(Protocol):
     """The model for which the block drafts tokens. The block uses the model's embedding and head."""
 
     def predict(self, hidden: Tensor, ahead: Tensor, layout: BatchLayout) -> Tensor:
-        """Return the head's input [B, T, C] for predicting the token two positions after each token.
+        """Return inputs of the head, [B, T, C], from which the head predicts the token two positions after each token.
 
         Args:
             hidden: [B, T, C], the inputs of the head, from which the model chose each token's next token.
@@ -60,7 +60,7 @@ class DraftBlock(Protocol):
         """
 
     def draft(self, hidden: Tensor, tokens: Tensor, layout: BatchLayout) -> Tensor:
-        """Compute `predict` without gradients, from the next tokens [B, T] int64 instead of their embeddings."""
+        """Like `predict`, but without gradients, and with the ids [B, T] int64 of the next tokens."""
 
     def modules(self) -> Any:
         """Return all modules of the block."""

@@ -1,7 +1,7 @@
 """Greedy decoding and sampling, with the argument names and semantics of ``generate`` in transformers.
 
 There are two differences from transformers. Top-k is off by default, whereas transformers keeps the 50 most likely
-tokens. Padding never counts as part of a repeated sequence of tokens.
+tokens. Padding never counts as part of a sequence that must not be repeated.
 """
 
 from collections import deque
@@ -162,8 +162,8 @@ def _tokens(model: Decoder, settings: Settings, steps: Iterator[Step]) -> Iterat
 def steps_ahead(device: torch.device, settings: Settings) -> int:
     """Return how many steps `generate` may still run after all rows have ended.
 
-    The number is 0 if the user has passed a cache, a ``logits_processor`` or stop strings, because further steps
-    would affect these.
+    The number is 0 if the user has passed a cache, a ``logits_processor`` or stop strings, because further steps would
+    affect them.
     """
     noticed = settings.cache is not None or settings.logits_processor or settings.stop_strings is not None
     return 0 if noticed or device.type not in ACCELERATORS else STEPS_AHEAD

@@ -1,8 +1,8 @@
 """Checks of `rollout`'s arguments, and of the features that `rollout` needs from the model.
 
-The arguments are the prompts, integers that may differ between prompts (such as ``max_new_tokens``), and options.
-`refusal` returns the reason why `rollout` does not support a model. Other modules also call it to choose between
-`rollout` and `generate`.
+There are three kinds of arguments: the prompts; integers, such as ``max_new_tokens``, that may differ between prompts;
+and options. `refusal` returns the reason why `rollout` does not support a model. Other modules also call it to choose
+between `rollout` and `generate`.
 """
 
 from collections.abc import Iterable, Sequence

@@ -64,7 +64,7 @@ class Sampler:
         return self.restrict(self.process(ids, context, logits))
 
     def process(self, ids: Tensor, context: Tensor, logits: Tensor) -> Tensor:
-        """Process logits [B, V] by the options that also affect greedy decoding."""
+        """Apply to logits [B, V] the options that also affect greedy decoding."""
         settings, V = self.settings, logits.shape[1]
 
         # Penalize repeated tokens. Exclude tokens that would repeat a sequence, complete a bad word, or end a row too
@@ -109,7 +109,7 @@ class Sampler:
         return settings.temperature != 1 or any(getattr(settings, name) != UNFILTERED[name] for name in FILTERS)
 
     def restrict(self, logits: Tensor) -> Tensor:
-        """Restrict logits [B, V], the result of `process`, by the options that affect only sampling."""
+        """Apply the options that affect only sampling to logits [B, V], the result of `process`."""
         settings = self.settings
         if not settings.do_sample:
             return logits

@@ -1,4 +1,7 @@
-"""Checks that stop a run if weights are not finite, or at the first log line after a non-finite loss or gradient."""
+"""Checks that stop a run with non-finite weights, losses or gradients.
+
+A loss or a gradient that is not finite stops the run at the next log line.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

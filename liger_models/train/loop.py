@@ -711,7 +711,7 @@ def bound_images(model: CausalLM, max_pixels: int | None) -> None:
 def freeze_images(model: CausalLM) -> None:
     """Freeze the parameters that only process images, such as the vision tower's parameters.
 
-    In a run without images, these parameters would otherwise get gradients of zero if they are sharded, and weight
+    In a run without images, these parameters would get gradients of zero if they were trained and sharded, and weight
     decay would shrink them.
     """
     unreached = [layer for layer in layers_of(model.layers) if layer.needs_images]
@@ -747,7 +747,7 @@ def parameter_groups(model: torch.nn.Module, options: TrainOptions) -> list[dict
 
 
 def check_groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if a trained parameter is not in exactly one optimizer group or a frozen one is in a group."""
+    """Raise ValueError unless each trained parameter is in one optimizer group, and no frozen parameter is in any."""
     counts = Counter(parameter for group in optimizer.param_groups for parameter in group["params"])
     wrong = [name for name, parameter in model.named_parameters() if counts[parameter] != parameter.requires_grad]
     if wrong:

@@ -39,7 +39,7 @@ class LigerMuon(LigerAdamW):
     transformers' layout. `newton_schulz` multiplies in bfloat16 on accelerators, and in at least fp32 on the CPU.
 
     For DTensors (FSDP2, HSDP, tensor and expert parallelism), each matrix is assigned to one of the ranks that hold its
-    shards. This rank gathers the matrix, computes its update, and sends the shards of the update back
+    shards. The assigned rank gathers the matrix, computes its update, and sends the shards of the update back
     (`SharedMatrices`). All ranks must call ``step``. A parameter that has a gradient on one rank must have a gradient
     on all ranks.
 

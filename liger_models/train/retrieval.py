@@ -350,7 +350,7 @@ def _gather(x: Tensor) -> Tensor:
 
 
 def _distinct(keys: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct keys in ascending order, [m], and for each of them the first vector with this key, [m, C]."""
+    """Return the distinct keys [m] in ascending order, and the first vector that has each key, [m, C]."""
     distinct, inverse = keys.unique(return_inverse=True)
     places = torch.arange(len(keys), device=keys.device)
     first = torch.full_like(distinct, len(keys)).scatter_reduce(0, inverse, places, "amin")

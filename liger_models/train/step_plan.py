@@ -326,9 +326,9 @@ class StepPlan:
             replace_json(self._path, content)
 
     def _stored(self) -> tuple[MemoryPlan | None, str | None]:
-        """Return the plan that the run chose under the same conditions, and the error if a step failed with this plan.
+        """Return the plan that the run chose earlier under the same conditions, and the error of a step with this plan.
 
-        Both are None if there is no such plan.
+        Without such a plan, both are None. If no step failed, the error is None.
         """
         found: list[Any] = [None, None]
         if rank() == 0:
@@ -392,7 +392,10 @@ def _gigabytes(size: float) -> str:
 
 
 def _least(size: int | None) -> int | None:
-    """Return the smallest of the sizes on all ranks; None if a rank has no size. Every rank must call this function."""
+    """Return the smallest ``size`` on all ranks; None if ``size`` is None on any rank.
+
+    Every rank must call this function.
+    """
     sizes: list[int | None] = [None] * world_size()
     dist.all_gather_object(sizes, size)
     known = [each for each in sizes if each is not None]
