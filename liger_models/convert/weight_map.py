@@ -392,13 +392,13 @@ def gate_up_rows(gate: str, up: str) -> Expression:
 
 
 def fused_qkv_rows(qkv: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
-    """Return `qkv_rows` from a checkpoint tensor that has the rows of all queries, then all keys, then all values."""
+    """Like `qkv_rows`, for a checkpoint tensor that has the rows of all queries, then all keys, then all values."""
     sizes = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
     return Split(qkv, 0, sizes, qkv_rows("q", "k", "v", heads=heads, kv_heads=kv_heads, head_dim=head_dim))
 
 
 def fused_gate_up_rows(gate_up: str) -> Expression:
-    """Return `gate_up_rows` from a checkpoint tensor that has all rows of gate, then all rows of up."""
+    """Like `gate_up_rows`, for a checkpoint tensor that has all rows of gate, then all rows of up."""
     return Rearrange("(two f) ... -> (f two) ...", gate_up, two=2)
 
 
@@ -413,7 +413,7 @@ def expert_rows(gate: str, up: str, down: str, experts: int) -> tuple[Expression
 
 
 def fused_expert_rows(gate_up: str, down: str) -> tuple[Expression, Expression]:
-    """Return `expert_rows` from checkpoint tensors [X, 2F, C] (all rows of gate, then all rows of up) and [X, C, F]."""
+    """Like `expert_rows`, for checkpoint tensors [X, 2F, C] (all rows of gate, then all rows of up) and [X, C, F]."""
     return Rearrange("x (two f) c -> x (f two) c", gate_up, two=2), Name(down)
 
 

@@ -248,7 +248,7 @@ def _is_data(file: str) -> bool:
 
 
 def _of_names(files: Sequence[str]) -> Splits:
-    """Return the splits that the paths of files name, as in "train-00000-of-00002" or by a word in the path."""
+    """Group files by split. A path names a split as in "train-00000-of-00002", or by a word."""
     splits: Splits = {}
     for file in files:
         path = PurePosixPath(file)
