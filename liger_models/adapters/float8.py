@@ -1,9 +1,9 @@
 """Training with float8 matrix products.
 
 A linear layer computes three matrix products: one in the forward and two in the backward. In the linear layers of the
-blocks, the operands of these products (inputs, weights and gradients) are rounded to float8. Depending on the recipe,
-each tensor or each row has one scale, which is computed from the current values. Parameters and saved checkpoints keep
-their dtype.
+blocks, the operands of these products (inputs, weights and gradients) are rounded to float8. The recipe determines
+whether each tensor or each row has one scale. Scales are computed from the current values. Parameters and saved
+checkpoints keep their dtype.
 
 Source: https://arxiv.org/abs/2209.05433 (formats); https://github.com/pytorch/ao/tree/main/torchao/float8.
 """

@@ -414,5 +414,5 @@ def _hint(target: str, names: list[str], experts: dict[str, str], model: CausalL
 
 
 def _some_experts(experts: Mapping[str, str]) -> str:
-    """Return the names of the experts' parameters without the paths of their layers, for an error message."""
+    """Return, for an error message, the names of the experts' parameters without the paths of their layers."""
     return ", ".join(sorted({".".join(name.split(".")[-2:]) for name in experts.values()})) or "none here"

@@ -7,9 +7,9 @@ Each adapter belongs to one matrix of the Hugging Face checkpoint (q_proj, gate_
 several of these matrices, and the weight map says which of its rows belong to each matrix.
 
 Under tensor parallelism, an adapter is sharded like its weight. If the weight is sharded by rows, B and m are also
-sharded by rows. If the weight is sharded by columns, A is also sharded by columns. In this case, each rank's A x is a
-partial sum, and the layer's all-reduce sums B A x over the ranks. For replicated tensors, each rank computes only a
-part of the gradient, and the parts of all ranks are summed::
+sharded by rows. If the weight is sharded by columns, A is also sharded by columns. Each rank's A x is then a partial
+sum, and the layer's all-reduce sums B A x over the ranks. For replicated tensors, each rank computes only a part of the
+gradient, and the parts of all ranks are summed::
 
     weight by rows (q, k, v, gate, up)     B, m sharded     A replicated
     weight by columns (o, down)            A sharded        B, m replicated
@@ -231,7 +231,7 @@ class LinearAdapters(nn.ModuleDict):
 
 
 def takes_adapters(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `low_rank_linear`, which has no backward, supports x [..., C] and a weight in ``dtype``."""
+    """Whether the op `low_rank_linear` (without a backward) supports x [..., C] and a weight in ``dtype``."""
     return (
         not (torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or is_batch_invariant())
         and x.dtype in TRITON_DTYPES
@@ -368,7 +368,7 @@ class LoRALinear(nn.Linear, Layer):
         return y
 
     def _fuses(self, x: Tensor) -> bool:
-        """Whether `low_rank_linear`, which has no backward, computes the layer."""
+        """Whether the op `low_rank_linear` (without a backward) computes the layer."""
         return (
             self.is_low_rank
             and not is_sharded(self.weight)

@@ -1,7 +1,7 @@
 """Medusa: additional heads that predict the tokens after the next token, for speculative decoding.
 
-Let h be the last hidden states. Head k = 1 ... K predicts the token that is k + 1 positions ahead. Head 0 is the
-model's own head::
+Let h be the last hidden states. For k from 1 to K, head k predicts the token that is k + 1 positions ahead. Head 0 is
+the model's own head::
 
     p_k = softmax(W_k · block(... block(h))),  block(x) = x + SiLU(A · x + b)
     loss = [L_0 +] heads_weight · Σ decay^k · L_k
@@ -290,7 +290,7 @@ class LigerMedusa(nn.Module):
         return x[..., : self.model.config.hidden_size]
 
     def _rows(self, x: Tensor) -> list[Tensor]:
-        """For each head, return the input of the shared projection, given the input of the model's own head."""
+        """Given the input of the model's own head, return the input of the shared projection for each head."""
         hidden, columns = self._hidden(x), x[..., self.model.config.hidden_size :]
         return [torch.cat([head(hidden), columns], -1) if columns.numel() else head(hidden) for head in self.heads]
 

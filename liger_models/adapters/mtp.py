@@ -63,7 +63,7 @@ class MTPOutput(NamedTuple):
 
 
 def embeds_with_norms(embedding: nn.Module, *norms: nn.Module) -> bool:
-    """Whether the op `embed_norms` can compute the embedding and the norms, which must have the same constants."""
+    """Whether the op `embed_norms` can compute the embedding and the norms. All norms must have the same constants."""
     return (
         type(embedding) is LigerEmbedding
         and embedding.scale is None
@@ -254,7 +254,7 @@ class LigerMTP(nn.Module):
         routed_experts: Tensor | None = None,
         **inputs: Any,
     ) -> tuple[Any, Tensor, Tensor | None]:
-        """In one forward, compute a loss of the model, which may be any function, and the block's loss L'.
+        """Compute two losses in one forward: any loss function of the model, and the block's loss L'.
 
         Args:
             input_ids, labels, inputs: as in `forward`.
@@ -324,7 +324,7 @@ class LigerMTP(nn.Module):
         return self.model.device
 
     def hidden(self, hidden: Tensor, embeds: Tensor, layout: BatchLayout) -> Tensor:
-        """Compute the block's outputs h', [B, T, C]. The value at the last token of a document has no meaning.
+        """Compute the block's outputs h', [B, T, C]. At the last token of a document, h' has no meaning.
 
         Args:
             hidden: h, [B, T, C], the normalized outputs of the model's last block.

@@ -98,7 +98,7 @@ def quantized_layers(model: nn.Module) -> list[LoRALinear]:
 
 
 def _mixtures(model: nn.Module) -> list[LigerMoE]:
-    """Return the layers with routed experts, all of which `quantize_base` quantizes."""
+    """Return all layers with routed experts. `quantize_base` quantizes the experts of each of them."""
     return [layer for layer in model.modules() if isinstance(layer, LigerMoE)]
 
 

@@ -1,8 +1,8 @@
 """A tree of modules for PEFT. In the tree, a model's modules have the names that they have in transformers.
 
 PEFT finds modules by name and replaces them. Packed projections have names that PEFT does not know, and each holds
-several matrices. They are therefore first split into one linear layer per matrix. The model keeps its blocks, its
-attention and its loss:
+several matrices. Each packed projection is therefore first split into one linear layer per matrix. The model keeps its
+blocks, its attention and its loss:
 
     UnpackedModel                the tree, whose leaves are modules of the model
       model.layers.0.self_attn     Node
@@ -289,7 +289,7 @@ class UnpackedModel(Node):
         self.node(path).register_parameter(last, parameter)
 
     def _add_modules_beside(self, inner: nn.Module, causal_lm: CausalLM) -> None:
-        """Add modules outside of the `CausalLM`, such as a classification head, to the tree under their own names."""
+        """Add to the tree the modules outside of the `CausalLM`, such as a classification head, under their own names."""
         # Visit the modules that contain the `CausalLM`, from the outermost one inwards.
         for path, wrapper in inner.named_modules():
             if wrapper is causal_lm or causal_lm not in wrapper.modules():
@@ -316,7 +316,7 @@ class UnpackedModel(Node):
         """Maps adapter names to PEFT configurations.
 
         PEFT sets this attribute after it has replaced modules for the first adapter, and deletes it after it has
-        removed all adapters. In both cases, the tree's modules are copied into the model.
+        removed all adapters. Setting or deleting the attribute copies the tree's modules into the model.
         """
         if self.adapter_configs is None:
             raise AttributeError(f"{type(self).__name__} has no adapters.")

@@ -44,7 +44,7 @@ def _check_targets(config: Any, fixed: Sequence[str]) -> None:
 
 
 def _check_outputs(config: Any, inner: nn.Module, causal_lm: CausalLM) -> None:
-    """Refuse AdaLoRA for models that return tuples, because AdaLoRA replaces the loss in a model's output."""
+    """Refuse AdaLoRA for models that return tuples, because AdaLoRA sets the attribute ``loss`` of outputs."""
     if config.peft_type == "ADALORA" and inner is causal_lm:
         raise ValueError(
             f"AdaLoRA: the model must return outputs whose loss can be replaced, got {type(inner).__name__}, "

@@ -161,7 +161,7 @@ class CapturedStep:
         return [parameters, [module.training for module in self.model.modules()]]
 
     def _warm_up(self) -> None:
-        """On the capture stream, run steps without a graph. Then discard gradients and restore the random state."""
+        """Run steps without a graph, on the capture stream. Then discard gradients and restore the random state."""
         device, stream = self.model.device, capture_stream(self.model.device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.random.fork_rng([device]), torch.cuda.stream(stream):

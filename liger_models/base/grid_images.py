@@ -30,8 +30,8 @@ class GridImageModel(VisionLanguageModel):
     """A vision-language model that takes the patches and the grid of each image and each video.
 
     The vision tower takes patches [N, values] and grids [n, 3]. It returns the image tokens [N / merge², C] and a list
-    of DeepStack features, which may be empty. Each DeepStack feature has the shape of the image tokens. The tower's
-    attribute ``merge`` is the side of the square of patches that becomes one token, and the tower's layer
+    of DeepStack features, which may be empty. Each DeepStack feature has the shape of the image tokens. A square of
+    ``merge`` × ``merge`` patches becomes one token, where ``merge`` is an attribute of the tower. The tower's layer
     ``patch_embed`` embeds patches.
     """
 
@@ -159,7 +159,7 @@ class GridImageModel(VisionLanguageModel):
         return parts
 
     def after_block(self, index: int, residual: Tensor, layout: BatchLayout) -> Tensor:
-        """Return the residual stream after a block. After each of the first blocks, DeepStack features are added."""
+        """Return the residual stream after a block. After the first blocks, one DeepStack feature per block is added."""
         assert isinstance(layout, GridLayout)
         return residual + layout.deepstack[index] if index < len(layout.deepstack) else residual
 
@@ -173,7 +173,7 @@ class GridImageModel(VisionLanguageModel):
         cu_seqlens: Tensor | None,
         cache: DecodeCache | None,
     ) -> Tensor | None:
-        """Return the positions of the tokens that are not cached; None if the default positions of text apply."""
+        """Return the positions of the uncached tokens; None if these are the default positions of text."""
         if second_per_grid_ts is not None:
             raise ValueError(
                 f"forward: second_per_grid_ts must not be given: positions of {type(self).__name__} do not depend on "
@@ -191,7 +191,7 @@ class GridImageModel(VisionLanguageModel):
         return input_ids == self.config.image_token_id, input_ids == self.config.video_token_id
 
     def ids_to_embed(self, input_ids: Tensor) -> Tensor:
-        """Return the ids [B, T] to embed. A model may replace placeholders by other ids."""
+        """Return the ids [B, T] to embed. A model may override this method to replace placeholders with other ids."""
         return input_ids
 
     def _insert(
@@ -205,9 +205,9 @@ class GridImageModel(VisionLanguageModel):
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the embeddings with image tokens in place of placeholders, and the DeepStack features.
 
-        All results are [B, T, C], and DeepStack features are 0 for text tokens. The tower runs once for images and
-        videos together. If there are no images or videos, a sharded tower runs on zeros, because all ranks must gather
-        the tower's weights together.
+        The embeddings and each DeepStack feature are [B, T, C]. DeepStack features are 0 for text tokens. The tower
+        runs once for images and videos together. If there are no images or videos, a sharded tower runs on zeros,
+        because all ranks must gather the tower's weights together.
         """
         embeds = self.embed_tokens(self.ids_to_embed(input_ids))
         side = self.visual.merge

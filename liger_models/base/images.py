@@ -342,8 +342,9 @@ def join(tensors: Sequence[Tensor]) -> Tensor:
 def reuse_memory() -> None:
     """Let Pillow keep the memory of images, up to 256 MB in this process, for later images.
 
-    Otherwise, each image gets new memory pages from the system, which takes time for large images. This function has no
-    effect if the program or the environment variable PILLOW_BLOCKS_MAX has set the number of blocks.
+    Without this, each image gets new memory pages from the system, which takes time for large images. This function has
+    no effect if the number of Pillow's memory blocks was already set, by the program or the environment variable
+    PILLOW_BLOCKS_MAX.
     """
     from PIL import Image
 

@@ -33,7 +33,9 @@ NOT_OF_PROCESSORS = ("generation_config.json", "README.md")
 
 
 class TextOptions(TypedDict, total=False):
-    """Keyword arguments that every processor takes besides texts and images. They mean the same as in transformers.
+    """Keyword arguments that every processor takes besides texts and images.
+
+    They have the same meaning as in transformers.
 
     Defaults are in parentheses.
 
@@ -420,7 +422,10 @@ class Processor(ABC):
         return out if return_dict else out["input_ids"]
 
     def _labels(self, ids: Any, masks: Any) -> Any:
-        """Return labels, [B, T] or lists: −100 on media tokens and where the mask is 0, and the ids elsewhere."""
+        """Return labels, [B, T] or lists.
+
+        They are −100 for media tokens and where the mask is 0, and the ids elsewhere.
+        """
         media = sorted(self.media_ids)
         if isinstance(ids, Tensor):
             return ids.masked_fill((masks == 0) | torch.isin(ids, torch.tensor(media)), -100)
@@ -564,8 +569,8 @@ class Processor(ABC):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the files of the processor and the tokenizer, with all changes, for `AutoLigerProcessor` to load.
 
-        The files have the names and the format of the checkpoint, so transformers' ``AutoProcessor`` reads them as
-        well. If the folder has no config.json, this method writes one, because config.json determines the class of the
+        The files have the names and the format of the checkpoint, so transformers' ``AutoProcessor`` can also read
+        them. If the folder has no config.json, this method writes one, because config.json determines the class of the
         processor.
 
         Raises:

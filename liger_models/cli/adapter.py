@@ -92,7 +92,7 @@ def verify_adapter(
 
 
 def module_names(model: CausalLM) -> set[str]:
-    """Return the names that a model's linear layers have in all checkpoint layouts."""
+    """Return the names of a model's linear layers in all checkpoint layouts."""
     names = set()
     for weights in format_of(type(model)).weight_maps(model.config):
         for path, (_, expression) in adaptable_layers(model).items():
@@ -138,7 +138,7 @@ def _unmoved(parameters: dict[str, torch.nn.Parameter]) -> Iterator[Finding]:
 
 
 def _without_gradient(model: CausalLM, parameters: dict[str, torch.nn.Parameter]) -> Iterator[Finding]:
-    """Yield the tensors that got no gradient. Tensors that are used only for images are left out."""
+    """Yield the tensors that got no gradient, except tensors that are used only for images."""
     paths = [path for path, _ in model.named_parameters()]
     unreached = ("visual.", *{path.partition("cross_attn.")[0] for path in paths if "cross_attn." in path})
     images = {id(parameter) for path, parameter in model.named_parameters() if path.startswith(unreached)}

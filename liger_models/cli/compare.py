@@ -386,7 +386,7 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
 
 
 def unknown_to(transformers: Any, model_type: str, quantization: Mapping[str, Any]) -> str:
-    """Return a sentence that says that transformers does not know a checkpoint's model type or quantization, or "".
+    """Return a sentence if transformers does not know a checkpoint's model type or quantization; otherwise "".
 
     This check is needed because transformers reads the codes of an unknown quantization as if they were weights.
     """

@@ -1,4 +1,4 @@
-"""Finds the architecture of this package that is most similar to a new one in transformers, and copies its source."""
+"""Finds this package's architecture that is most similar to a new architecture of transformers, and copies its source."""
 
 import ast
 import dataclasses
@@ -59,7 +59,9 @@ class Nearest(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The key for sorting architectures: the number of differences, then the number of lines of the module."""
+        """The key by which architectures are sorted: first the number of differences, then the module's number of
+        lines.
+        """
         lines = inspect.getsource(module_of(self.model_class)).count("\n")
         return len(self.unknown) + len(self.changes), lines
 
@@ -70,7 +72,7 @@ def module_of(model_class: type) -> Any:
 
 
 def arguments(config_class: Any) -> dict[str, Any]:
-    """Map each argument that has a default in a transformers config class to this default."""
+    """Return the defaults in a transformers config class, as a dict from arguments to values."""
     parameters = inspect.signature(config_class).parameters
     return {name: arg.default for name, arg in parameters.items() if arg.default is not inspect.Parameter.empty}
 

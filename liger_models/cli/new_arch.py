@@ -1,7 +1,8 @@
 """Creation of the files of a new architecture from a config.json: a copy of the nearest module, and test data.
 
 The program compares every architecture of this package with a tiny model of transformers, and copies the most similar
-architecture. The tests fail where the copy differs from transformers. The author changes the copy until all tests pass.
+architecture. The tests fail where the copy differs from transformers. The author of the architecture then changes the
+copy until all tests pass.
 """
 
 import copy
@@ -166,13 +167,13 @@ def _transformers(name: str) -> Any:
 
 
 def _added(config: Any, hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of transformers' config that config.json lacks. Settings of every model are left out."""
+    """Return the settings of transformers' config that config.json lacks, except settings that every model has."""
     every = importlib.import_module("transformers").PretrainedConfig().to_dict()
     return {key: value for key, value in config.to_dict().items() if key not in hf and key not in every}
 
 
 def _oracle(model: Any) -> tuple[dict[str, list[int]], dict[str, Any]]:
-    """Return the shapes of the parameters, and the frequencies of the rotary embeddings, in transformers' model."""
+    """Return two things about transformers' model: the shapes of its parameters, and its rotary frequencies."""
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     ropes = {}
     for path, meta in model.named_modules():

@@ -287,7 +287,7 @@ def _compare(
     limit: float,
     exact: bool,
 ) -> Check:
-    """Compare the logits [1, T, V] and gradients [1, T, C] of a packed document with those of the document alone."""
+    """Compare a document in the packed row with the same document alone: logits [1, T, V] and gradients [1, T, C]."""
     logits_error, error = relative_error(packed, alone), relative_error(*gradients)
     same = torch.equal(packed, alone) if exact else logits_error <= limit
     words = "bit for bit" if exact and same else f"{logits_error:.1e}"
@@ -299,7 +299,7 @@ def _compare(
 
 
 def _loss(model: CausalLM, ids: Tensor, bounds: Tensor, spans: list[slice], limit: float) -> Check:
-    """Compare the loss of the packed row, without the load-balancing loss, with the sum of its documents' losses."""
+    """Compare the packed row's loss with the sum of its documents' losses, all without the load-balancing loss."""
 
     def summed(tokens: Tensor, **options: Any) -> Tensor:
         out = model(tokens, labels=tokens, num_items_in_batch=1, **options)

@@ -1,4 +1,4 @@
-"""The rules of vLLM and SGLang for adapters that they load, and a check of an adapter's folder by these rules."""
+"""The rules of vLLM and SGLang for the adapters that they load, and a check whether an adapter's folder follows them."""
 
 import difflib
 import json

@@ -145,7 +145,7 @@ class _Contents(NamedTuple):
     quantization: dict[str, Any]
 
     def named(self, gathered: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and tensors of the checkpoint: first the tensors computed from ``gathered``, then ``kept``."""
+        """Yield the names and tensors of the checkpoint, first those computed from ``gathered``, then ``kept``."""
         return itertools.chain(self.stored.unpack(gathered, dtype), self.kept.items())
 
 

@@ -29,7 +29,7 @@ class Adaptable:
     def peft_config(self) -> Any:
         """Maps adapter names to PEFT configurations.
 
-        PEFT reads this property before it looks for modules to replace, so reading it unpacks the projections.
+        Reading this property unpacks the projections, because PEFT reads it before it looks for modules to replace.
 
         Raises:
             AttributeError: the model has no adapters.

@@ -33,7 +33,7 @@ AUTO_CLASSES = (*(name for names in AUTO_CLASSES_OF.values() for name in names),
 def model_class(model_type: str) -> type[LigerForCausalLM]:
     """Return the class of a model type.
 
-    The class has the same name as transformers' class, because Trainer and other tools read this name.
+    The class has the same name as transformers' class, because Trainer and other tools read the name.
 
     Raises:
         ValueError: there is no such architecture.
@@ -157,7 +157,7 @@ def wrap(model: CausalLM) -> LigerForCausalLM:
 
 
 def register() -> None:
-    """Make transformers' auto classes return models of this package for every model type that the package has.
+    """Make transformers' auto classes return this package's models for every model type that this package supports.
 
     Afterwards, the methods ``from_pretrained`` and ``from_config`` of ``AutoModelForCausalLM``,
     ``AutoModelForImageTextToText``, ``AutoModelForMultimodalLM`` and ``AutoModelForSequenceClassification`` return
@@ -257,8 +257,8 @@ def _find(auto_class: Any, config: Any) -> Any:
     """Return the class of this package that an auto class maps a configuration class to; None if there is none.
 
     For a model type of transformers, our class appears in the auto classes where transformers has a class of the same
-    name. Two kinds of models count as causal language models: a model type that transformers does not have, and a
-    language model that transformers lists only as a part of other models.
+    name. Two kinds of models count as causal language models: models whose type transformers does not have, and
+    language models that transformers lists only as parts of other models.
     """
     outer = getattr(config, "model_type", None)
     listed = class_name(auto_class, outer) if isinstance(outer, str) else None

@@ -36,7 +36,10 @@ class LigerCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """False, so that ``generate`` passes the caller's mask instead of building masks for transformers' layers."""
+        """Always False.
+
+        ``generate`` therefore passes the caller's mask instead of building masks for transformers' layers.
+        """
         return False
 
     @property
@@ -47,7 +50,7 @@ class LigerCache(Cache):
         return self._decode
 
     def fill_later(self, fill: Callable[[], DecodeCache]) -> None:
-        """Delay ``fill`` until the cache is first used, because the cache that ``generate`` returns is seldom used."""
+        """Call ``fill`` only when the cache is first used, because the cache that ``generate`` returns is seldom used."""
         self._fill = fill
 
     @classmethod

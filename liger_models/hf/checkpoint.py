@@ -244,7 +244,7 @@ class Loading:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Do nothing. No checkpoint needs a copy of the class's code, because the package is installed."""
+        """Do nothing. Checkpoints need no copy of the class's code, because they are loaded with the installed package."""
 
 
 class Checkpoint(Loading):
@@ -511,7 +511,7 @@ def as_dtype_of(stored: Mapping[str, StoredTensor], dtype: torch.dtype | str | N
 
 
 def body_tensors(decoder: CausalLM, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the decoder's tensors without the head's, gathered from all ranks, under their names in a checkpoint.
+    """Return the decoder's tensors, except the head's, by their checkpoint names. They are gathered from all ranks.
 
     Args:
         decoder: the model.

@@ -137,7 +137,10 @@ def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -
 
 
 def _is_tied(decoder: CausalLM) -> bool | None:
-    """Return whether the head is tied; None if PEFT replaced the head or the embedding, or if the head is unused."""
+    """Return whether the head is tied.
+
+    The result is None if PEFT replaced the head or the embedding, or if the head is unused.
+    """
     head, embedding = decoder.lm_head, decoder.embed_tokens
     if "weight" not in head._parameters or "weight" not in embedding._parameters:
         return None

@@ -422,7 +422,7 @@ def _is_from_transformers(value: Any) -> bool:
 
 
 def _settings(**options: Any) -> Settings:
-    """Return the settings of the engine. Options that are not given have no effect."""
+    """Return the settings of the engine. An option that is not given is set to a value without effect."""
     neutral: dict[str, Any] = {
         **UNFILTERED, "temperature": 1.0, "stop_strings": None, "logits_processor": [], "generator": None, "seed": None,
         "cache": None, "draft_model": None, "num_draft_tokens": 1,

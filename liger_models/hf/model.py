@@ -44,8 +44,8 @@ def find_documents(position_ids: Tensor) -> Tensor | None:
 
     Each position 0 starts a document.
 
-    Reading the positions synchronizes with the device once per forward (in transformers, flash attention synchronizes
-    in every layer). If the batch has ``cu_seq_lens_q``, which
+    Reading the positions synchronizes with the device once per forward, whereas flash attention in transformers
+    synchronizes in every layer. If the batch has ``cu_seq_lens_q``, which
     ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` creates, the positions are not read.
 
     Args:
@@ -564,8 +564,8 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over the parameters.
 
-        If OpenRLHF calls this method, the result has the tensors of a checkpoint instead, because OpenRLHF sends them
-        to vLLM.
+        If OpenRLHF calls this method, the result contains the tensors of a checkpoint instead, because OpenRLHF sends
+        the result to vLLM.
 
         Raises:
             ValueError: OpenRLHF calls this method, and ZeRO-3 has partitioned the parameters.
@@ -760,8 +760,8 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
     ) -> dict[str, Any]:
         """Return the arguments of the forward for the next tokens.
 
-        Pixels are passed only with the first tokens. Longrope switches its frequencies at a certain length. When a row
-        exceeds this length, the cache is dropped, because its keys were rotated with the old frequencies.
+        Pixels are passed only with the first tokens. Longrope uses other frequencies beyond a certain length. When a
+        row exceeds this length, the cache is dropped, because its keys were rotated with the old frequencies.
         """
         decoder = self.model.decoder
         for name in ("tokenizer", "assistant_tokenizer"):  # generate does not remove these if stop_strings is given

@@ -56,7 +56,10 @@ class PreferenceMetrics(NamedTuple):
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Compute y = σ(x). The gradient is accurate near y = 1, where 1 − y in `torch.sigmoid`'s gradient loses digits."""
+    """Compute y = σ(x).
+
+    The gradient is accurate near y = 1, whereas the factor 1 − y in the gradient of `torch.sigmoid` loses digits there.
+    """
     return logsigmoid(x).exp()
 
 
@@ -165,7 +168,10 @@ class PreferenceLoss(FusedLinearLoss):
             return self._sequence_log_probs(ref_log_probs, target)
 
     def _mean_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the mean of each sequence's logits, [B], from the means of x and weight, without computing logits."""
+        """Compute the mean of each sequence's logits, [B].
+
+        It follows from the means of x and weight, without the logits.
+        """
         # The mean of x · Wᵀ over tokens and vocabulary is the product of two means: of x over tokens, and of W over the
         # vocabulary.
         with torch.no_grad():

@@ -62,7 +62,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
     For each token, l is its log-probability under the policy, l_old is its log-probability under the policy that
     sampled the token, and l_ref is its log-probability under the reference model. A is the advantage of the token's
     sequence, and w is exp(l − l_old). If ``importance_sampling_level`` is "sequence" (GSPO), all tokens of a sequence
-    have the same w: the exponential of the sequence's mean of l − l_old. The loss L of a token is::
+    have the same w: the exponential of the mean of l − l_old over the sequence. The loss L of a token is::
 
         L = −min(min(w, δ) · A, clip(w, 1 − ε_low, 1 + ε_high) · A) + β · KL
 
@@ -70,8 +70,8 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
 
         k1 = l − l_ref,  k2 = (l − l_ref)² / 2,  k3 = exp(l_ref − l) − (l_ref − l) − 1
 
-    ``loss_type`` determines how L is reduced. ΣL is a sum over unmasked tokens. The last three types also replace the
-    first term of L:
+    ``loss_type`` determines how L is reduced to the loss. In the following list, ΣL is a sum over unmasked tokens. The
+    last three types also replace the first term of L:
 
     - grpo: ΣL / (number of tokens) of each sequence, averaged over sequences
     - bnpo: ΣL of the batch / (number of tokens in the batch)

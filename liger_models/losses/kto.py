@@ -11,7 +11,7 @@ from liger_models.losses.base_preference import PreferenceLoss, sigmoid
 
 
 class KTOMetrics(NamedTuple):
-    """Metrics of the KTO loss: sums [] over desirable sequences ("chosen") and over undesirable ones ("rejected").
+    """Metrics of the KTO loss: sums [] over the desirable ("chosen") and over the undesirable ("rejected") sequences.
 
     The fields are in the same order as Liger-Kernel's metrics. The sums of the logits are taken over sequences, tokens
     and vocabulary, before the softcap. `from_log_probs` sets the sums of the logits to None.

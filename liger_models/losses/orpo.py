@@ -90,7 +90,7 @@ class LigerFusedLinearORPOLoss(PairLoss):
     def _odds(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the log odds ratio x and log σ(x) of each pair, both [pairs].
 
-        For a pair, both results are 0 if the log-probability of either sequence is 0.
+        Both results are 0 for a pair in which a sequence has the log-probability 0.
         """
         both = (chosen != 0) & (rejected != 0)
         odds = log_odds(chosen) - log_odds(rejected)

@@ -38,7 +38,7 @@ class LigerEmbedder:
     def from_pretrained(cls, name: str | os.PathLike[str], **options: Any) -> "LigerEmbedder":
         """Load an embedding model from a folder or from the hub.
 
-        If the folder is from sentence-transformers, its settings apply. With any other checkpoint of a supported
+        If the folder was written by sentence-transformers, its settings apply. With any other checkpoint of a supported
         family, the embedding of a text is the normalized hidden state of its last token.
 
         Args:

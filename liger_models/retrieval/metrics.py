@@ -39,8 +39,8 @@ def ndcg(scores: Tensor, relevance: Tensor, k: int | None = None) -> Tensor:
     """Compute the normalized discounted cumulative gain of a ranking, [] fp32.
 
     Each of the k best documents contributes its gain 2^relevance − 1, divided by log2(2 + rank). The sum is divided by
-    the sum for the ideal ranking. The result is 0 if no document is relevant. Documents with equal scores share their
-    mean gain, so their order has no effect.
+    the sum for the ideal ranking. The result is 0 if no document is relevant. Each of several documents with equal
+    scores gets the mean of their gains, so their order has no effect.
 
     Args:
         scores: [n], the scores by which the documents are ranked.

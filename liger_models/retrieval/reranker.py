@@ -1,4 +1,4 @@
-"""Rerankers (cross-encoders): causal models that answer with one of two tokens whether a document fits a query."""
+"""Rerankers (cross-encoders): causal models that say with one of two tokens whether a document fits a query."""
 
 import os
 import warnings
