@@ -37,7 +37,10 @@ def adapter_parameters(model: CausalLM) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def adapter_sums(model: CausalLM) -> dict[str, Tensor]:
-    """Return two sums [2] fp64 for each adapter tensor, by name. They change if this rank's part of the tensor changes."""
+    """Return two sums [2] fp64 for each adapter tensor, by name.
+
+    The sums change if this rank's part of the tensor changes.
+    """
     return {name: _sums(local(parameter)) for name, parameter in adapter_parameters(model).items()}
 
 

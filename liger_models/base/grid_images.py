@@ -159,7 +159,10 @@ class GridImageModel(VisionLanguageModel):
         return parts
 
     def after_block(self, index: int, residual: Tensor, layout: BatchLayout) -> Tensor:
-        """Return the residual stream after a block. After the first blocks, one DeepStack feature per block is added."""
+        """Return the residual stream after a block.
+
+        After the first blocks, DeepStack features are added, one per block.
+        """
         assert isinstance(layout, GridLayout)
         return residual + layout.deepstack[index] if index < len(layout.deepstack) else residual
 

@@ -1,4 +1,4 @@
-"""Finds this package's architecture that is most similar to a new architecture of transformers, and copies its source."""
+"""Finds the architecture of this package that is most similar to a new one in transformers, and copies its source."""
 
 import ast
 import dataclasses
@@ -59,9 +59,7 @@ class Nearest(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The key by which architectures are sorted: first the number of differences, then the module's number of
-        lines.
-        """
+        """The key by which architectures are sorted: the number of differences, then the number of lines of the module."""
         lines = inspect.getsource(module_of(self.model_class)).count("\n")
         return len(self.unknown) + len(self.changes), lines
 

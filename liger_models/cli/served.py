@@ -1,4 +1,4 @@
-"""The rules of vLLM and SGLang for the adapters that they load, and a check whether an adapter's folder follows them."""
+"""The rules of vLLM and SGLang for adapters that they load, and a check whether an adapter's folder follows them."""
 
 import difflib
 import json

@@ -50,7 +50,10 @@ class LigerCache(Cache):
         return self._decode
 
     def fill_later(self, fill: Callable[[], DecodeCache]) -> None:
-        """Call ``fill`` only when the cache is first used, because the cache that ``generate`` returns is seldom used."""
+        """Call ``fill`` only when the cache is first used.
+
+        The cache that ``generate`` returns is seldom used.
+        """
         self._fill = fill
 
     @classmethod

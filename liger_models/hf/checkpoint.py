@@ -244,7 +244,7 @@ class Loading:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Do nothing. Checkpoints need no copy of the class's code, because they are loaded with the installed package."""
+        """Do nothing. A checkpoint needs no copy of the class's code, because the installed package has the class."""
 
 
 class Checkpoint(Loading):
