@@ -59,7 +59,7 @@ class Nearest(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The key by which architectures are sorted: the number of differences, then the number of lines of the module."""
+        """The sort key of an architecture: the number of differences, then the number of lines of the module."""
         lines = inspect.getsource(module_of(self.model_class)).count("\n")
         return len(self.unknown) + len(self.changes), lines
 
