@@ -37,7 +37,8 @@ def speed_up_the_interpreter() -> None:
         promote = implementation.binary_op_type_checking_impl
         unwrap_any, equal = core._unwrap_if_constexpr, core.dtype.__eq__
         patched, blocks, dtypes, constants = set(), {}, {}, {}
-        shapes, sizes_of, common, builtins, block_types = {}, {}, {}, {}, {}
+        shapes, sizes_of, common, expanded, builtins, block_types = {}, {}, {}, {}, {}, {}
+        new_handle, whole = object.__new__, slice(None)
         ints = {id(dtype): (-(2 ** (n - 1)), 2 ** (n - 1) - 1) for n, dtype in ((32, core.int32), (64, core.int64))}
         floats = {id(core.float32), id(core.float64)}
         plain = {int, bool, float, str, type(None), core.tensor, core.dtype, core.block_type, core.pointer_type}
@@ -118,7 +119,10 @@ def speed_up_the_interpreter() -> None:
             self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
         def array_handle(data, dtype):
-            return interpreter.TensorHandle(data.astype(array_dtype(dtype)) if too_wide(data, dtype) else data, dtype)
+            handle = new_handle(interpreter.TensorHandle)
+            handle.data = data.astype(array_dtype(dtype)) if too_wide(data, dtype) else data
+            handle.dtype, handle.attr = dtype, {}
+            return handle
 
         def binary_op(self, lhs, rhs, operate):
             return array_handle(operate(lhs.data, rhs.data), lhs.dtype.scalar)
@@ -196,6 +200,27 @@ def speed_up_the_interpreter() -> None:
                 return slow(self, other)
 
             return add
+
+        def fast_index(slow):
+            """A block with further axes of size 1, as in ``x[:, None]``."""
+
+            def index(self, slices):
+                if type(slices) is not tuple or not self.shape:
+                    return slow(self, slices)
+                axes = []
+                for axis, part in enumerate(slices):
+                    if part is None:
+                        axes.append(axis)
+                    elif type(part) is not slice or part != whole:
+                        return slow(self, slices)
+                key = id(self.shape), *axes
+                if key not in expanded:
+                    sizes = np.expand_dims(np.empty(sizes_of[id(self.shape)], bool), axes).shape
+                    expanded[key] = core.block_type(core.int1, list(sizes)).shape
+                handle = array_handle(self.handle.data[slices], self.handle.dtype.scalar)
+                return core.tensor(handle, block_of(self.dtype, expanded[key]))
+
+            return index
 
         def broadcast_shape(lhs, rhs):
             """The shape to which both are broadcast, of no sizes for scalars; None if there is none."""
@@ -277,6 +302,7 @@ def speed_up_the_interpreter() -> None:
         for key, operate in comparisons.items():
             slow = interpret(getattr(core.tensor, f"__{key}__"))
             operators[f"__{key}__"] = fast_operator(operate, slow, numbers, compares=True)
+        operators["__getitem__"] = fast_index(interpret(core.tensor.__getitem__))
 
         interpreter.np_erf_fp32 = interpreter.np_erf_fp64 = erf
         interpreter._patch_builtin = patch_builtins
