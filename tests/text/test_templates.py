@@ -48,7 +48,7 @@ from .folders import TEMPLATES as OWN
 from .folders import tokenizer_of
 
 
-@pytest.mark.cases(40)
+@pytest.mark.cases(20)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_conversation_is_equal_or_refused_with_a_reason(name: str) -> None:

@@ -89,6 +89,7 @@ def check(shape, dtype, device, lengths=LENGTHS, **options):
     assert torch.equal(decoded, got[newest]), "pages"
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_way_gives_the_same_bits(backend, shape, poisoned_empty):
     plain = not use_triton(torch.zeros(0, device=backend))

@@ -515,6 +515,7 @@ def test_compiles_without_graph_breaks(backend, recompute):
     torch.testing.assert_close(run(compiled, inputs, upstream), run(function, inputs, upstream))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.compile
 @RECOMPUTE
 def test_one_graph_serves_all_numbers_of_tokens(backend, recompute):
