@@ -316,7 +316,7 @@ class UnpackedLinear(Layer):
         return y
 
     def _warn(self, reason: str) -> None:
-        """Warn that PEFT computes a layer, once for each reason."""
+        """Warn, once for each reason, that PEFT computes layers itself, without fused ops."""
         if reason and reason not in self.said and not is_traced():
             self.said.add(reason)
             warnings.warn(f"PEFT computes some projections itself, without fused ops: {reason}.", stacklevel=2)

@@ -192,6 +192,6 @@ def read_limits(limits: Sequence[Any] | None) -> list[float] | None:
 
 
 def limits_of(limits: list[float] | None) -> tuple[float, float]:
-    """Return the smallest and the largest step size for a result of `read_limits`."""
+    """Return the smallest and the largest step size that ``limits``, a result of `read_limits`, allows."""
     least, *most = limits or [0.0]
     return least, most[0] if most else math.inf

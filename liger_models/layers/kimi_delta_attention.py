@@ -33,7 +33,10 @@ class ForgetGate(Layer):
         self.draw(0.02)
 
     def draw(self, std: float) -> bool:
-        """Draw the rates and the logarithms of the step sizes from uniform distributions, as in the paper's code."""
+        """Draw the decay rates exp(A_log), and the logarithms of the step sizes softplus(dt_bias).
+
+        Both have uniform distributions, as in the paper's code.
+        """
         with torch.no_grad():
             nn.init.uniform_(self.A_log, 1, 16).log_()
             nn.init.uniform_(self.dt_bias, math.log(1e-3), math.log(0.1))

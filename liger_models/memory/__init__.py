@@ -1,8 +1,8 @@
 """The memory of a training step: an estimate, and plans of recomputation and offloading within a budget.
 
 Read the modules in this order. `estimate` computes the memory of a step in bytes, and `step_times` computes its time
-in seconds. `plan` defines the plan, and the function that creates the plan. `search` finds the fastest step that fits
-into the budget.
+in seconds. `plan` has the class `MemoryPlan` and the function `plan_memory`, which creates a `MemoryPlan`. `search`
+finds the fastest step that fits into the budget.
 """
 
 from liger_models.common.lazy import lazy_exports

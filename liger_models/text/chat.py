@@ -274,7 +274,7 @@ class _Marks:
         return marked
 
     def _names(self, owner: int, field: str, function: Any, call_id: Any = None) -> Any:
-        """Return a tool or a tool call with marks in the name and the arguments."""
+        """Return a copy of a tool or of a tool call, with marks inserted into its name and its arguments."""
         if not isinstance(function, Mapping):
             return function
         marked = dict(function)

@@ -100,7 +100,7 @@ class AltUp(Layer):
         return {}
 
     def sum_gradients(self, group: Group) -> bool:
-        """All-reduce the gradient of the output factor."""
+        """Store the group over which the gradient of ``scale`` will be all-reduced."""
         self.group = group
         return True
 

@@ -71,10 +71,10 @@ def fill(*, first_is_upper: bool, size: int = 2) -> str:
 
     ``size`` is the number of bytes of each number, 2 or 4. $0 is set to the address of the first pair in this lane's
     copy. If a number has 4 bytes, lanes n and n + 16 share a copy of the table. Consecutive pairs of a copy are 128
-    bytes apart. Each thread handles sixteen values of a byte, which have the same lower half. For each value, the
-    thread fills 16 bytes with copies of the pair. With more than 128 threads, several threads write the same bytes. The
-    first number of a pair is that of the byte's upper half if ``first_is_upper`` is set, and otherwise that of the
-    lower half.
+    bytes apart. A byte has 256 possible values. Each thread handles the 16 values that have the same lower four bits.
+    For each of these values, the thread fills 16 bytes with copies of the pair. With more than 128 threads, several
+    threads write the same bytes. The first number of a pair is that of the byte's upper half if ``first_is_upper`` is
+    set, and otherwise that of the lower half.
     """
     bits = f"b{8 * size}"
     ptx = f"{{.shared .align 128 .b8 pairs[32768];\n.reg .b32 n, a, v; .reg .b64 p; .reg .{bits} upper, lower;\n"
