@@ -208,7 +208,7 @@ class _Files(NamedTuple):
 
     def save(self) -> None:
         """Write all files in this process."""
-        self._publish(self._write_all)
+        write_checkpoint(self.folder, self._write_all)
 
     def save_together(self) -> None:
         """Write sharded tensors. All ranks send their shards, and only ranks on the host of rank 0 write files."""
@@ -224,7 +224,7 @@ class _Files(NamedTuple):
         with raise_on_all_ranks():
             try:
                 if rank() == 0:
-                    self._publish(write_part)
+                    write_checkpoint(self.folder, write_part)
                 else:
                     dist.broadcast_object_list(order, 0)
                     if order[0] is not None:
@@ -233,9 +233,6 @@ class _Files(NamedTuple):
                 if rank() == 0 and order[0] is None:  # rank 0 failed before it could send the folder
                     dist.broadcast_object_list(order, 0)
                 raise
-
-    def _publish(self, write: Callable[[Path], None]) -> None:
-        write_folder(self.folder, write, last=CONFIG, stale=(WEIGHTS, SHARDS, INDEX, MODELOPT))
 
     def _write_all(self, target: Path) -> None:
         self._write_others(target)
@@ -262,6 +259,11 @@ class _Files(NamedTuple):
 
         gathered = stored.gather(reader)
         _write_part(target, file_of, owners, self.contents.named(gathered, self.dtype), gathered)
+
+
+def write_checkpoint(folder: Path, write: Callable[[Path], None]) -> None:
+    """Replace the checkpoint in a folder by the files that ``write`` writes to another folder; see `write_folder`."""
+    write_folder(folder, write, last=CONFIG, stale=(WEIGHTS, SHARDS, INDEX, MODELOPT))
 
 
 def _config_json(model: Decoder, stored: CheckpointTensors, dtype: torch.dtype | None) -> dict[str, Any]:

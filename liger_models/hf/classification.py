@@ -13,6 +13,8 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.files import open_safetensors, read_headers
+from liger_models.convert.save import write_checkpoint
+from liger_models.distributed.ranks import rank
 from liger_models.hf.adapted import Adaptable
 from liger_models.hf.checkpoint import (
     PREFIX,
@@ -97,6 +99,8 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
     ) -> None:
         """Write a checkpoint that the transformers class with the same name can load.
 
+        It replaces an old checkpoint in one step. The arguments are those of `LigerForCausalLM.save_pretrained`.
+
         Raises:
             ValueError: parameters have no name in a checkpoint, or ``auto_map`` is True.
         """
@@ -115,9 +119,22 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
         score: Any = tensors[SCORE].detach()
         tensors = body_tensors(self.model.decoder, body)
         tensors[SCORE] = score.full_tensor() if is_sharded(score) else score
-        PreTrainedModel.save_pretrained(
-            self, save_directory, is_main_process, tensors, push_to_hub, max_shard_size, **options
-        )
+        if getattr(self, "_hf_peft_config_loaded", False):  # only the adapter is saved
+            PreTrainedModel.save_pretrained(
+                self, save_directory, is_main_process, tensors, push_to_hub, max_shard_size, **options
+            )
+            return
+
+        repo_id = options.pop("repo_id", None)
+        upload = {name: options.pop(name) for name in ("commit_message", "private", "token") if name in options}
+
+        def write(folder: Path) -> None:
+            PreTrainedModel.save_pretrained(self, folder, True, tensors, False, max_shard_size, **options)
+
+        if is_main_process and rank() == 0:
+            write_checkpoint(Path(save_directory), write)
+        if push_to_hub:
+            self.push_to_hub(repo_id or Path(save_directory).name, **upload)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load parameters as `LigerForCausalLM.load_state_dict` does."""

@@ -19,6 +19,7 @@ from liger_models.base.causal_lm import CausalLM
 from liger_models.common.errors import check_values, is_traced
 from liger_models.convert.config_map import read_config
 from liger_models.convert.files import read_headers
+from liger_models.convert.save import write_checkpoint
 from liger_models.convert.tensors import hf_tensors
 from liger_models.distributed.ranks import rank
 from liger_models.generation.engine_routing import select_routing
@@ -325,7 +326,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
         max_shard_size: int | str = "50GB",
         **options: Any,
     ) -> None:
-        """Write a checkpoint without a head, which ``AutoModel`` loads.
+        """Write a checkpoint without a head, which ``AutoModel`` loads. It replaces an old checkpoint in one step.
 
         Args:
             save_directory: the folder, which is created if it does not exist.
@@ -348,13 +349,17 @@ class LigerModel(Loading, LigerPreTrainedModel):
             config = copy.deepcopy(self.config)
             config.architectures = [class_name(AutoModel, config.model_type) or type(self).__name__]
             config.dtype = self.decoder.dtype
-            config.save_pretrained(save_directory)
             # The experts' matrices are views of one tensor. Safetensors would refuse a view, or write the whole tensor.
             tensors = {
                 name: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
                 for name, tensor in tensors.items()
             }
-            save_torch_state_dict(tensors, Path(save_directory), max_shard_size=max_shard_size)
+
+            def write(folder: Path) -> None:
+                config.save_pretrained(folder)
+                save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size)
+
+            write_checkpoint(Path(save_directory), write)
         if push_to_hub:
             self.push_to_hub(options.pop("repo_id", None) or Path(save_directory).name, **options)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file
 
@@ -206,3 +207,32 @@ def test_rows_that_are_trained_alone(root):
                     parameter.add_(1)
         losses.append(adapted(input_ids=ids, labels=torch.tensor([0, 1, 2, 1])).loss)
     assert error(losses[1], losses[0]) <= LIMIT
+
+
+@pytest.mark.parametrize("part", ["classifier", "body"])
+def test_a_failed_save_leaves_the_old_files(root, monkeypatch, part):
+    """With the tensors in several files of which only the first can be written."""
+    _, ours = make(make_folder("llama", "gqa", root))
+    model = ours if part == "classifier" else ours.model
+    model.save_pretrained("saved")
+    before = {path.name: path.read_bytes() for path in Path("saved").iterdir()}
+    with torch.no_grad():
+        ours.model.embed_tokens.weight.add_(1)
+    save_file, written = safetensors.torch.save_file, []
+
+    def fail(tensors, path, metadata=None):
+        if written:
+            raise OSError(28, "No space left on device")
+        written.append(path)
+        save_file(tensors, path, metadata)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", fail)
+    monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", fail)
+    with pytest.raises(OSError, match=r"saved: .*No space left"):
+        model.save_pretrained("saved", max_shard_size="20KB")
+    assert written
+    assert {path.name: path.read_bytes() for path in Path("saved").iterdir()} == before
+    monkeypatch.undo()
+    model.save_pretrained("saved", max_shard_size="20KB")
+    assert not Path("saved", "model.safetensors").exists()
+    assert Path("saved", "model.safetensors.index.json").exists()
