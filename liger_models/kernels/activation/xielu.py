@@ -12,7 +12,7 @@ The backward sums the gradients of the coefficients over all elements; each prog
     dx = dy · (β − n)                         dn as above                              otherwise
 
 For small x, ``exp(x) − 1 − x`` is close to x² / 2, and subtracting 1 and x from a rounded exp(x) would lose all digits.
-For x from −1/2 to 0, the kernel therefore evaluates a polynomial instead.
+For x from −1/2 to 0, the kernel therefore evaluates a polynomial instead of this formula.
 
 Source: https://arxiv.org/abs/2411.13010; ε is from the implementation in transformers.
 """

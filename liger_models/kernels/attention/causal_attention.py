@@ -1,5 +1,5 @@
-"""Causal attention for head dimensions up to 576. Attention kernels of other libraries support head dimensions of at
-most 256.
+"""Causal attention for head dimensions up to 576. The attention kernels in other libraries support head dimensions up
+to 256.
 
 Queries and keys have D columns, and values have V columns. There are T queries and S keys, and query i is token i + S −
 T. A query sees a key if the key belongs to the query's document, is not after the query, and is fewer than ``window``
@@ -21,13 +21,13 @@ could be far from 0, and its rounding error would make p inaccurate. p and ds ar
 forward rounds the attention weights.
 
 The forward and the backward each run several kernels, because a single kernel would need too many registers. With a
-head dimension of 512, a program that kept o for 128 queries in registers would need all registers of a Hopper
-multiprocessor, and so would a program that kept dk and dv for 64 keys. With fewer queries or keys per program, more
-bytes would have to be loaded than the multiprocessors can take in. At this head dimension, writing and reading the
-attention weights takes little time compared with the matrix products that use them. One kernel therefore writes the
-visible tiles of the weights to a workspace, for some queries and heads at a time. In the backward, another kernel
-writes the tiles of p and ds. Plain matrix products then read these tiles. The forward takes 2 matrix products and the
-backward takes 5, including the products from which the tiles are computed. The kernels run in this order::
+head dimension of 512, the o of 128 queries would fill all registers of a Hopper multiprocessor, and so would the dk and
+dv of 64 keys. With fewer queries or keys per program, more bytes would have to be loaded than the multiprocessors can
+take in. At this head dimension, writing and reading the attention weights takes little time compared with the matrix
+products that use them. One kernel therefore writes the visible tiles of the weights to a workspace, for some queries
+and heads at a time. In the backward, another kernel writes the tiles of p and ds. Plain matrix products then read these
+tiles. The forward takes 2 matrix products and the backward takes 5, including the products from which the tiles are
+computed. The kernels run in this order::
 
     forward                                             backward
     weights_kernel         tiles of exp2(s − m)         row_products_kernel      δ
@@ -42,10 +42,10 @@ For each tile, the first kernel of the forward writes the weights exp2(s_ij − 
 writes m and the sum of the weights. In bf16 and fp32, m is 0 if the largest s of the row is between −64 and 64, because
 these dtypes represent weights around 2^64 as accurately as weights around 1. In all other cases, m is the largest s of
 the row, rounded up. The second kernel adds the sums of all tiles of a query. If these tiles have different m, the
-second kernel also multiplies the weights in the workspace by powers of 2. These products are exact except for tiny
-weights. The product of the weights and v is then a plain matrix product. The weights are not rescaled in the loop of
-this product, because with Triton 3.6, such a loop overwrites registers that the asynchronous products of the previous
-step still read.
+second kernel also multiplies the weights in the workspace by powers of 2. These products are exact, except for tiny
+weights, which may underflow. The product of the weights and v is then a plain matrix product. The weights are not
+rescaled in the loop of this product, because with Triton 3.6, such a loop overwrites registers that the asynchronous
+products of the previous step still read.
 
 Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135.
 """
@@ -214,7 +214,8 @@ class LaunchPlan:
         return launch.places if self.bounded else min(launch.places, num_programs(q, per_sm))
 
     def columns(self, width: int) -> int:
-        """For a tensor (o, dq, dk or dv) whose heads have ``width`` columns, return the number of columns of a tile."""
+        """Return the number of columns of a tile of o, dq, dk or dv, whose heads have ``width`` columns.
+        """
         return min(self.tiles.columns, max(next_power_of_2(width), 16))
 
     def workspace(self, like: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ of a `Part` as separate arguments (``T, S, kv_head, query_head, query_heads, que
     low, last      bounds of the keys and queries that see each other (`causal_attention.bounds`), read if BOUNDED
 
 BLOCK_M, BLOCK_N and BLOCK_D are the numbers of queries, keys and columns of a tile. STEP is the number of queries or
-keys that one step of a matrix product sums over.
+keys over which one step of a matrix product sums.
 """
 
 from liger_models.kernels.attention.heads import LOG2_E
@@ -99,7 +99,7 @@ def sums_kernel(
     T, S, kv_head, query_head, query_heads, query, tiles, width, H: tl.constexpr, GROUP: tl.constexpr,
     BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """For each query, write the m that all its weights share, and the inverse of the weights' sum ([B, H, T] each).
+    """For each query, write one m for all its weights, and the inverse of the sum of these weights ([B, H, T] each).
 
     SUMS_PROGRAMS programs share a tile of queries. Each of them computes both results for all queries of the tile.
     Weights that were written with another m are rescaled, and each program rescales a part of them.
@@ -161,7 +161,7 @@ def _sum_over_keys(
 ):  # fmt: skip
     """Write a tile of o = weights · v / Σ or of dq = ds · k, where o and dq are [B, T, H, D].
 
-    The tile has BLOCK_M queries and BLOCK_D columns of a slot. D is the width of the result.
+    The tile consists of BLOCK_D columns for BLOCK_M queries of a slot. D is the width of the result.
     """
     batch, head = slot_head(slot, part, H, GROUP)
     place = first_place(slot, tile, part, BLOCK_M, BLOCK_N)
@@ -202,7 +202,7 @@ def sum_over_keys_kernel(
     D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write o = weights · v / Σ, [B, T, H, D]. A program writes BLOCK_M queries and BLOCK_D columns."""
+    """Write o = weights · v / Σ, [B, T, H, D]. A program writes BLOCK_D columns of o for BLOCK_M queries."""
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     tile = tiles - 1 - tl.program_id(2)  # the queries with the most keys first
     _sum_over_keys(
@@ -293,8 +293,8 @@ def _sum_over_queries(
 ):  # fmt: skip
     """Write a tile of dv = pᵀ · do or dk = dsᵀ · q, summed over the query heads of a KV head in this launch.
 
-    ``first_slot`` is the slot of the first of these query heads. The tile has BLOCK_N keys and BLOCK_D columns. D is
-    the width of the result.
+    ``first_slot`` is the slot of the first of these query heads. The tile consists of BLOCK_D columns for BLOCK_N keys.
+    D is the width of the result.
 
     If several launches contribute to a tile, ``sum_ptr`` holds the tile's sum between the launches. After this launch,
     the sums of the key tiles from ``finished`` on are complete.
@@ -347,9 +347,9 @@ def gradients_kernel(
 
     A tile is a sum over queries or keys, and these sums have very unequal lengths. One launch computes all three
     gradients, so that a multiprocessor that has finished a long sum always finds a shorter one to compute next. The
-    tiles are ordered from long to short sums, and the second index of a program is its tile's place in this order. The
-    first tiles are those of dq whose queries see the most keys, and those of dk and dv whose keys are seen by the most
-    queries.
+    tiles are ordered by the lengths of their sums, the longest first. The second index of a program is its tile's place
+    in this order. The first tiles are those of dq whose queries see the most keys, and those of dk and dv whose keys
+    are seen by the most queries.
     """
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     ACROSS_K: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D

@@ -113,9 +113,9 @@ def _decode_kernel(
 ):  # fmt: skip
     """Compute the output and the log-sum-exp for one part of a row's keys.
 
-    A program computes both results for some of the GROUP query heads of a KV head. With LATENT, the values are the
-    first V columns of the keys. BLOCK_D then equals BLOCK_V, and BLOCK_REST is the block size for the other columns of
-    the keys.
+    A program computes the output and the log-sum-exp for some of the GROUP query heads of a KV head. With LATENT, the
+    values are the first V columns of the keys. BLOCK_D then equals BLOCK_V, and BLOCK_REST is the block size for the
+    other columns of the keys.
     """
     await_previous(OVERLAPS)
     part = tl.program_id(0)

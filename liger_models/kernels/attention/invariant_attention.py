@@ -10,8 +10,8 @@ document, and last_i is the token's own position. The score of key j is s_j = sc
 The keys of a document are read in blocks, and the first block starts with the document's first token. A single program
 reads all blocks that a token sees, one after the other. The program computes the results of a group of heads that share
 keys, for a few tokens. If these tokens belong to several documents, the program reads the blocks of each document. If a
-block contains a key that a token does not see, this key leaves the token's sums unchanged, because it multiplies them
-by 1 and adds 0. The result therefore does not depend on the other tokens of the program, or on whether the keys are
+block contains a key that a token does not see, the token's sums are multiplied by 1 and increased by 0 for this key, so
+they do not change. The result therefore does not depend on the other tokens of the program, or on whether the keys are
 contiguous or in pages. All matrix products have the same number of rows, because a different number of rows might
 select different instructions, which add in a different order.
 

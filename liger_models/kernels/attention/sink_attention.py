@@ -13,9 +13,10 @@ In the backward, a flash-attention kernel gets y and l' instead of o and l. The 
     dS_ij = P'_ij · (dy_i · v_j − dy_i · y_i)
     dz = −Σ_i exp(z − l'_i) · (dy_i · y_i)
 
-PyTorch provides the flash-attention kernels. The kernel of cuDNN runs where it is the fastest: for causal attention
-without a window or documents, if the length is a multiple of `CUDNN_STEP`. Otherwise, the variable-length kernel runs.
-The Triton kernels in this file turn o and l into y and l' in place, and compute the sums dz.
+PyTorch provides the flash-attention kernels. cuDNN's kernel runs where it is the fastest: for causal attention without
+a window and without documents, and with a sequence length that is a multiple of `CUDNN_STEP`. Otherwise, the
+variable-length kernel runs. The Triton kernels in this file turn o and l into y and l' in place, and compute the sums
+dz.
 
 The forward saves q, k, v, y, l' and the sinks [H]. Attention without sinks saves the same tensors, apart from the
 sinks.
@@ -137,7 +138,7 @@ def _cudnn_runs(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _bounds(q: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> tuple[Tensor, int]:
-    """Return the bounds of the sequences for the variable-length kernel, and the largest length of a sequence.
+    """Return the bounds that the variable-length kernel takes, and the length of the longest sequence.
 
     The sequences are the documents or, without ``cu_seqlens``, the rows of the batch.
     """

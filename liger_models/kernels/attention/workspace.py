@@ -5,9 +5,9 @@ launch fills the workspace for a part of the queries and for some query heads, w
 launch. A tile has a place only if one of its queries sees one of its keys, so a later query tile has more places than
 an earlier one. Query tiles are paired such that every pair sees about the same number of keys in total. The places of a
 slot then form a rectangle. If the number of query tiles is even, the last tile is paired with the first, the second to
-last with the second, and so on. If the number is odd, the last tile has no partner, and the tiles before it are paired
-in this way. For example, query tiles 0 to 4 make 3 pairs with 5 places each. The table shows which query tile each
-place belongs to. The key tiles of a query tile are at consecutive places, in order::
+last with the second, and so on. If the number of query tiles is odd, the last tile has no partner, and the other tiles
+are paired in the same way. For example, query tiles 0 to 4 make 3 pairs with 5 places each. The table shows which query
+tile each place belongs to. The key tiles of a query tile are at consecutive places, in order::
 
     pair 0    4 4 4 4 4
     pair 1    3 3 3 3 0
@@ -87,7 +87,7 @@ def slot_head(slot, part, H: tl.constexpr, GROUP: tl.constexpr):
 def first_place(slot, tile, part, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the place of the first key tile that a query tile sees.
 
-    The other key tiles that the query tile sees are at the places that follow.
+    The other key tiles that the query tile sees have the places after this one.
     """
     upper = tile >= part.tiles // 2  # True for the later tile of a pair, whose places come first
     pair = tl.where(upper, part.tiles - 1 - tile, tile + part.tiles % 2)
@@ -129,7 +129,7 @@ def tile_at(
 
 
 class Launch(NamedTuple):
-    """A part of the heads and queries whose attention weights fit into the workspace together.
+    """Some heads and queries, so few that all their attention weights fit into the workspace at once.
 
     Attributes:
         part: the heads and queries.
@@ -159,10 +159,11 @@ class Launch(NamedTuple):
 def parts_of_queries(
     T: int, S: int, block_m: int, block_n: int, matrices: int
 ) -> tuple[int, list[tuple[int, int, int]]]:
-    """Return the number of heads per launch, and parts of the queries that have about equal numbers of visible pairs.
+    """Divide the queries into parts with about equal numbers of visible pairs of a query and a key.
 
-    A part is a tuple of its first query, its number of query tiles, and the number of places per pair of query tiles.
-    The workspace has room for the returned number of heads and one of the parts at a time.
+    Return the number of heads per launch, and the parts. A part is a tuple of its first query, its number of query
+    tiles, and the number of places per pair of query tiles. The workspace has room for one part of this number of heads
+    at a time.
 
     Args:
         T: number of queries.
@@ -196,8 +197,8 @@ def launches(q: Tensor, k: Tensor, block_m: int, block_n: int, backward: bool) -
 
     The forward processes all query heads of a KV head before the next KV head, so that keys are still in the cache when
     they are read again. A launch of the backward takes as many KV heads as fit. If all KV heads fit, the launch takes
-    several query heads of each KV head. KV heads come first because a launch with more KV heads computes sums over
-    queries for more tiles.
+    several query heads of each KV head. More KV heads are preferred to more query heads of each, because a launch with
+    more KV heads computes more tiles of sums over queries.
     """
     (B, T, H, _), (_, S, G, _) = q.shape, k.shape
     heads, parts = parts_of_queries(T, S, block_m, block_n, matrices=2 if backward else 1)

@@ -1,8 +1,8 @@
-"""Normalizing and rotating the rows of latent attention, and writing them into the pages of a cache, in place.
+"""Normalizes and rotates the rows of latent attention, and writes them into the pages of a cache, in place.
 
-A new token n has a latent c_n of its keys and values, and a part r_n of its key that all heads share. It usually also
-has a latent q_n of its queries. N_c and N_q are RMSNorms, and slots are as in `write_pages`. Pages have one row per
-token::
+A new token n has a latent c_n of its keys and values, and a part r_n of its key that all heads share. The token usually
+also has a latent q_n of its queries. N_c and N_q are RMSNorms, and slots are as in `write_pages`. Pages have one row
+per token::
 
     pages[s // P, s % P] = [N_c(c_n), rotate(r_n)]        with s = slots[n] >= 0
     q'_n = N_q(q_n)
@@ -82,7 +82,7 @@ def _write_latents_kernel(
 ):  # fmt: skip
     """Write the row of a token into its page.
 
-    A program whose second index is 1 does not write a row. It normalizes the latent of the token's queries.
+    If the second index of a program is 1, the program instead normalizes the latent of the token's queries.
     """
     start_next(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)

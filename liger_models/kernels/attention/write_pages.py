@@ -1,12 +1,12 @@
-"""Writing the keys and values of new tokens into the pages of a cache, in place.
+"""Writes the keys and values of new tokens into the pages of a cache, in place.
 
 A page holds P tokens, and slot s is token s % P of page s // P. New token n is written to slot slots[n]. If the slot is
 negative, the token is padding and is not written::
 
     keys[s // P, s % P] = k_n,   values[s // P, s % P] = v_n        with s = slots[n] >= 0
 
-Latent attention caches one row of elements for each token, from which keys and values are computed. This row is passed
-to the op as the key, and the width of the values is 0.
+Latent attention caches one row for each token, and computes the keys and values from this row. This row is passed to
+the op as the key, and the width of the values is 0.
 
 Source: https://arxiv.org/abs/2309.06180.
 """

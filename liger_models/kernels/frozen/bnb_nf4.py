@@ -2,9 +2,9 @@
 
     W = bf16(table[code] · scale)        one scale per 64 columns of a row
 
-`nf4_linear` has the same codes, but different scales: torchao rounds scales to 8 bits on a uniform grid, and
-bitsandbytes rounds them to the numbers of a table. This format stores scales in fp32, so W is bitwise identical to the
-weight that bitsandbytes dequantizes. A weight takes 4.5 bits per element. See `groups` for the kernels.
+The format of `nf4_linear` has the same codes, but different scales: torchao rounds scales to 8 bits on a uniform grid,
+whereas bitsandbytes rounds them to the numbers in a table. This format stores scales in fp32, so W is bitwise identical
+to the weight that bitsandbytes dequantizes. A weight takes 4.5 bits per element. See `groups` for the kernels.
 
 Source: https://github.com/bitsandbytes-foundation/bitsandbytes, ``functional.py``.
 """

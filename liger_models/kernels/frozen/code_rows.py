@@ -1,7 +1,7 @@
 """Kernels in PTX that multiply an x with few rows by a weight with four-bit codes.
 
 A kernel in plain Triton takes about ten instructions for each weight: it splits a byte, computes the number, applies
-the scale, rounds, and multiplies by x. If 4-bit weights are read at the bandwidth of an H200, there is time for only
+the scale, rounds, and multiplies by x. If an H200 reads 4-bit weights at its full bandwidth, there is time for only
 four instructions per weight. The kernels in this file take three to five instructions per weight. The matrix units
 multiply and add. The operands of matrix units hold neighboring weights as pairs, so the kernels dequantize pairs:
 
@@ -11,9 +11,9 @@ multiply and add. The operands of matrix units hold neighboring weights as pairs
 - "one_scale": a further instruction multiplies the pair by a scale in bfloat16, and rounds the products.
 - "two_scales": the codes are in e2m1, and bfloat16 cannot represent their scale s exactly. Each e2m1 number is a power
   of 2, or 1.5 times a power of 2. Each rounded weight is therefore t = bf16(s) or u = bf16(1.5 · s), multiplied by a
-  power of 2. Let p be the number without its mantissa: a power of 2 with the sign of the number. The rounded weight is
-  then number · 2 (u - t) + p · (3 t - 2 u). All factors in this formula are exact in bfloat16, and so is its result.
-  Applying the formula to a pair takes three instructions.
+  power of 2. Let p be the e2m1 number without its mantissa: a power of 2 with the sign of the number. The rounded
+  weight is then number · 2 (u - t) + p · (3 t - 2 u). All factors in this formula are exact in bfloat16, and so is its
+  result. Applying the formula to a pair takes three instructions.
 - "products": numbers or scales are in fp32, and each product of a number and a scale is rounded. Shared memory holds 16
   copies of the table of pairs, in fp32, and each lane reads a pair of eight bytes. Multiplying both numbers of a pair
   and rounding the products takes three instructions.
@@ -21,10 +21,10 @@ multiply and add. The operands of matrix units hold neighboring weights as pairs
 One instruction of the matrix units computes A [16, 16] @ B [16, 8], and adds it to 16 · 8 sums. If x has several rows,
 each row of A is a row of W, and each column of B is a row of x. With a single row of x, this layout would leave seven
 columns of B unused, and a warp would read 64 bytes of each of eight rows of W at a time. For a single row, the columns
-of W are therefore split among eight groups of four lanes. Rows n and n + 8 of A hold two rows of W, and column n of B
-holds x, in each case only the elements at the columns of group n. The diagonal of the result then holds the sums that
-are needed, and the other elements are not used. The columns that a group handles can be chosen freely, so a warp can
-read 512 contiguous bytes of a row of W.
+of W are therefore split among eight groups, each of which consists of four lanes. Rows n and n + 8 of A hold two rows
+of W, and column n of B holds x. In all three, only the elements at the columns of group n are held. The diagonal of the
+result then holds the sums that are needed, and the other elements are not used. The columns that a group handles can be
+chosen freely, so a warp can read 512 contiguous bytes of a row of W.
 
 Source: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma.
 """
@@ -205,7 +205,7 @@ def _single_step(kind: str, *, whole: bool) -> str:
 
     A lane has 16 contiguous bytes of each row of W. With the kind "two_scales", a lane instead has 8 bytes from each
     half of the 512 bytes, because 16 contiguous bytes may have two scales. With ``whole``, either all lanes of a warp
-    have bytes, or none of them do.
+    have bytes left, or none of them do.
 
     The operands are, in this order::
 
@@ -294,9 +294,10 @@ WHOLE_PRODUCTS, PART_PRODUCTS = (tl.constexpr(_single_step("products", whole=who
 def group_scale(
     scale_ptr, whole_ptr, group, row, inside, SCALES: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Return the scales of groups in fp32. The number of a group also counts the groups of all earlier rows.
+    """Load the scales of groups, and convert them to fp32. ``group`` counts the groups through all rows, not within a
+    row.
 
-    ``row`` is the row of each group.
+    ``row`` is the row to which each group belongs.
     """
     if SCALES == "e8m0":
         byte = tl.load(scale_ptr + group, mask=inside, other=0).to(tl.int32)

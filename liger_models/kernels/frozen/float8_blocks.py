@@ -7,8 +7,8 @@ projection can interleave the rows of several matrices. W is dequantized in one 
 after the product. The dequantized W is identical to the weight of a model that loads the checkpoint in bfloat16.
 
 If x has few rows, as in a decoding step, the forward does not dequantize W in memory. A kernel reads the codes, and
-dequantizes each tile of W in registers right before the product. These tiles have the same elements as a W that is
-dequantized in memory, but the products are summed in another order.
+dequantizes each tile of W in registers right before the product. The tiles have the same elements as a W that is
+dequantized in memory, but their products with x are summed in another order.
 
 Source: https://arxiv.org/abs/2412.19437, section 3.3.
 """
@@ -130,9 +130,9 @@ def _block_row_kernel(
 ):  # fmt: skip
     """Compute ROWS results for a single row of x; each step reads BLOCKS blocks of each row of W.
 
-    BY_ROW means that all blocks of a row share its only scale. The next kernel may start only when all programs have
-    read their rows. If a kernel with many small programs started earlier, its programs would be distributed unevenly
-    over the multiprocessors.
+    BY_ROW means that all blocks of a row share its only scale. The next kernel may start only when all programs of this
+    kernel have read their rows. If the next kernel had many small programs and started earlier, these would be
+    distributed unevenly over the multiprocessors.
     """
     COLUMNS: tl.constexpr = BLOCKS * WIDTH
     RUNS: tl.constexpr = COLUMNS // RUN
@@ -234,8 +234,8 @@ def block_rows(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Multiply x [..., C], which has few rows, by the weight, with a kernel that reads the codes.
 
-    The results are y [..., O] and act(gate) · up [..., O / 2], which is empty without an activation. ``low_rank`` must
-    have the dtype of x.
+    The results are y [..., O] and act(gate) · up [..., O / 2]. Without an activation, the second result is empty.
+    ``low_rank`` must have the dtype of x.
     """
     (N, K), G = codes.shape, scales.shape[1]
     y, M, x = x.new_empty(*x.shape[:-1], N), x.numel() // K, x.contiguous()

@@ -1,4 +1,5 @@
-"""A linear layer with a frozen float8 weight (e4m3 with one scale per row), whose matrix products run in float8.
+"""A linear layer whose frozen weight is in float8 (e4m3 with one scale per row), and whose matrix products run in
+float8.
 
     W = code · scale                      one scale for each row of W, in fp32
 
@@ -15,7 +16,8 @@ A kernel multiplies the codes by the unrounded x, and then multiplies each sum b
 W.
 
 Products in float8 need bfloat16, sizes that are multiples of 16, and a GPU from sm_89 on. In all other cases, W is
-dequantized for each product. Only the stored weight is saved for the backward, so saving takes no additional memory.
+dequantized for each product. For the backward, only the stored weight is saved. It exists anyway, so saving it takes no
+additional memory.
 
 Source: https://arxiv.org/abs/2209.05433 (the format); https://arxiv.org/abs/2208.07339 (scales of rows).
 """
@@ -140,7 +142,7 @@ def _dense_kernel(code_ptr, scale_ptr, w_ptr, C, BLOCK: tl.constexpr):
 
 
 def float8_dense(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize codes [..., C] of a matrix or of stacked experts, with a scale [...] for each row, to ``dtype``."""
+    """Dequantize a matrix or stacked experts to ``dtype``. There are codes [..., C], and one scale per row, [...]."""
     if not (use_triton(scales) and converts(codes.device) and codes.is_contiguous()):
         return codes.to(dtype).mul_(scales[..., None])  # codes are exact in every dtype; the product is in fp32
     weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)

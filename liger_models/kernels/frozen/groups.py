@@ -5,14 +5,14 @@ In each row, a group of columns shares a scale.
     W = rounded(number(code) · scale)
 
 A byte holds the codes of two neighboring columns, with the code of the first column in the lower half. The formats
-differ in the numbers that the 16 codes stand for and in how scales are stored. Each product of a number and a scale is
-computed in fp32 and rounded once, to bfloat16 (or to float16, see `GroupConstants`). The dequantized W is identical to
-the weight of a model that loads the checkpoint as dense weights.
+differ in the numbers that the 16 codes stand for and in how scales are stored. The product of a code's number and its
+scale is computed in fp32 and rounded once, to bfloat16 (or to float16, see `GroupConstants`). The dequantized W is
+identical to the weight of a model that loads the checkpoint as dense weights.
 
 W is dequantized in one pass before each product, and freed after the product. If x has few rows, as in a decoding step,
 the forward does not dequantize W in memory. A kernel reads the codes, and dequantizes each tile of W in registers right
-before the product. These tiles have the same elements as a W that is dequantized in memory, but the products are summed
-in another order.
+before the product. The tiles have the same elements as a W that is dequantized in memory, but their products with x are
+summed in another order.
 """
 
 import math
@@ -109,8 +109,8 @@ def group_rounded(numbers, HALF: tl.constexpr):
 def load_pieces(code_ptr, pieces, NUMBERS: tl.constexpr, PIECES: tl.constexpr, LARGE: tl.constexpr):
     """Load the codes of PIECES pieces [PIECES, 1]. A piece is an integer that holds NUMBERS codes, which share a scale.
 
-    Each thread has whole pieces, and neighboring threads have neighboring pieces. Threads therefore exchange nothing,
-    and together they read and write contiguous memory. The results are::
+    Each thread has whole pieces, so threads exchange no data. Neighboring threads have neighboring pieces, so together
+    they read and write contiguous memory. The results are::
 
         first     index of the program's first piece
         lane      index of each piece among the program's pieces
@@ -155,8 +155,8 @@ def _group_rows_kernel(
 
     Each step reads GROUPS groups of PAIRS bytes from each of the ROWS rows of W.
 
-    Elements of x with even and with odd indices are multiplied separately, because a byte holds one code for an even
-    index and one for an odd index.
+    A byte holds one code for an even index and one for an odd index. The elements of x with even indices and those with
+    odd indices are therefore multiplied separately.
     """
     start_next(OVERLAPS)
     STEP: tl.constexpr = GROUPS * PAIRS
@@ -301,7 +301,7 @@ def takes_group(width: int) -> bool:
 
 
 def kind_of(scales: Tensor, pairs: int, constants: GroupConstants) -> str | None:
-    """Return the ``kind`` that `code_rows` needs for groups of ``pairs`` bytes, or None if no kind fits."""
+    """Return the ``kind`` of `code_rows` that fits groups of ``pairs`` bytes, or None if no kind fits."""
     if constants.HALF:
         return None
     exact = constants.SCALES == "e8m0" or (scales.dtype == torch.bfloat16 and not constants.WHOLE)
@@ -318,8 +318,8 @@ def group_rows(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Multiply x [..., C], which has few rows, by the weight, with a kernel that reads the codes.
 
-    The results are y [..., O] and act(gate) · up [..., O / 2], which is empty without an activation. ``low_rank`` must
-    have the dtype of x.
+    The results are y [..., O] and act(gate) · up [..., O / 2]. Without an activation, the second result is empty.
+    ``low_rank`` must have the dtype of x.
     """
     (N, half), G = codes.shape, scales.shape[1]
     K, pairs = 2 * half, half // G
@@ -365,7 +365,9 @@ class Groups(Format):
         return GroupConstants(self.codes_kind, self.scales_kind)
 
     def rows_of(self, weight: FrozenWeight) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return codes, scales, and the scales of whole rows (or None). The rows of all experts are concatenated."""
+        """Return the codes, the scales of groups, and the scales of whole rows (or None). The rows of all experts are
+        concatenated.
+        """
         codes, scales, *whole = (tensor.flatten(0, -2) for tensor in weight.tensors)
         return codes, scales, whole[0] if whole else None
 

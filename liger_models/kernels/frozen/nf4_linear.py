@@ -11,7 +11,7 @@ the weight. If x has few rows, as in a decoding step, the forward runs `nf4_rows
     factors    one factor per block of at most 256 scales
     mean       one number for the whole matrix
 
-Only these tensors are saved for the backward, so saving takes no additional memory.
+For the backward, only these tensors are saved. They exist anyway, so saving them takes no additional memory.
 
 Source: https://arxiv.org/abs/2305.14314.
 """
@@ -142,9 +142,9 @@ class NormalFloat4(Format):
     tensor, ``factors``.
 
     For tensor parallelism (`slices`), each rank needs the factors of its own scales, but scales that share a factor may
-    be in different slices. Several copies of each factor are therefore stored. Each copy belongs to fewer consecutive
-    scales, which are all in the same slice. Every rank also needs the mean and the table, so for slices, these two form
-    a separate tensor, ``constants``.
+    be in different slices. Several copies of each factor are therefore stored. Each copy then belongs to fewer
+    consecutive scales, so few that they are all in the same slice. Every rank also needs the mean and the table, so for
+    slices, these two form a separate tensor, ``constants``.
     """
 
     name = "nf4"
@@ -250,7 +250,9 @@ class NormalFloat4(Format):
         return tensors, [block, fewer], dict.fromkeys(("codes", "scales", "factors"), dim)
 
     def quantize_part(self, numbers: Tensor, layout: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the codes, and the maximum absolute value of each block, from which `finish` computes the scales."""
+        """Return the codes, and the maximum absolute value of each block. From these values, `finish` computes the
+        scales.
+        """
         import torchao.quantization as torchao
 
         blocks = numbers.reshape(-1, layout[0])

@@ -5,15 +5,15 @@ scale::
 
     y_n = Σ_blocks scale_n · (Σ_block table[code] · x) + b_n
 
-`nf4_dense` rounds the products table · scale. These kernels do not round these products, so y is closer to the exact
-result.
+`nf4_dense` rounds the products table · scale. The kernels in this file do not round these products, so y is closer to
+the exact result.
 
 For up to `MOST_LOOKUPS` rows of x, a kernel in PTX looks up both numbers of a byte of codes with two instructions. One
 instruction turns the byte into an address, and the other reads the pair of numbers. The numbers are in the order in
 which the matrix units take them. Shared memory holds each of the 256 pairs 32 times, once in each bank. All lanes of a
-warp can therefore read their pairs in one access, whichever bytes they look up. The matrix units compute products with
-eight columns. If x has more than two rows, each column is a row of x. If x has one or two rows, each column holds one
-block of a row of x, and zeros in place of the other blocks.
+warp can therefore read their pairs in one access, no matter which bytes they look up. The matrix units compute products
+with eight columns. If x has more than two rows, each of these columns is a row of x. If x has one or two rows, each of
+the columns holds one block of a row of x, and zeros in place of the row's other blocks.
 
 If the kernel in PTX does not support the number of rows, the GPU or the dtype, a kernel in plain Triton runs. On NVIDIA
 GPUs from Ampere on, the Triton kernel looks the numbers up in registers.
@@ -271,8 +271,8 @@ def _nf4_rows_kernel(
 ):  # fmt: skip
     """Compute ROWS results for up to COLUMNS rows of x.
 
-    Each step reads SCALES blocks of each row of W. Elements of x with even and with odd indices are multiplied
-    separately, because a byte holds one code for an even index and one for an odd index.
+    Each step reads SCALES blocks of each row of W. A byte holds one code for an even index and one for an odd index.
+    The elements of x with even indices and those with odd indices are therefore multiplied separately.
     """
     start_next(OVERLAPS)
     dtype: tl.constexpr = table_ptr.dtype.element_ty
@@ -340,8 +340,8 @@ def nf4_rows(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Multiply x [..., columns], which has few rows, by the weight, with a kernel that reads the codes.
 
-    The results are y [..., rows] and act(gate) · up [..., rows / 2], which is empty without an activation. ``low_rank``
-    must have the dtype of x.
+    The results are y [..., rows] and act(gate) · up [..., rows / 2]. Without an activation, the second result is empty.
+    ``low_rank`` must have the dtype of x.
     """
     N, K, codes_per_scale, per_factor = layout
     y, M = x.new_empty(*x.shape[:-1], N), x.numel() // K

@@ -1,9 +1,9 @@
 """A frozen, quantized weight, and the base class of its formats.
 
-In the forward and in the backward, an op dequantizes such a weight right before each product, and frees the dequantized
+In the forward and in the backward, an op dequantizes the weight right before each product, and frees the dequantized
 weight after the product. If there are few rows, as in a decoding step, the forward multiplies the rows by the codes
-without dequantizing the weight in memory. Only the stored tensors are saved for the backward, so saving takes no
-additional memory.
+without dequantizing the weight in memory. For the backward, only the stored tensors are saved. They exist anyway, so
+saving them takes no additional memory.
 
 Layers, ops, loading, saving and sharding know only the class `FrozenWeight`. Everything that is specific to a format is
 in a subclass of `Format`. Each format is defined and registered in one file. The first two formats quantize dense
@@ -138,7 +138,7 @@ class FrozenWeight(NamedTuple):
     def data_ptr(self) -> int:
         """Return 0, which is an aligned address.
 
-        The dense weight will be newly allocated, and therefore aligned, too.
+        The dense weight will be newly allocated, so its address will be aligned, too.
         """
         return 0
 
@@ -272,15 +272,15 @@ class Format:
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
         """Return the block size. The size of a slice must be a multiple of the block size.
 
-        With ``rows``, a slice consists of rows, and its size is its number of elements. Otherwise, a slice consists of
-        columns, and its size is its number of columns.
+        With ``rows``, a slice consists of rows, and the size of a slice is its number of elements. Otherwise, a slice
+        consists of columns, and the size of a slice is its number of columns.
         """
         return 1
 
     def slices(
         self, tensors: dict[str, Tensor], shape: torch.Size, layout: list[int], dim: int, ranks: int
     ) -> tuple[dict[str, Tensor], list[int], dict[str, int]]:
-        """Rearrange the tensors from `pack` such that dividing them into equal parts gives the slices of the weight.
+        """Rearrange the tensors from `pack` so that each slice of the weight consists of equal parts of these tensors.
 
         Args:
             tensors: tensors of the whole weight.
@@ -312,7 +312,7 @@ class Format:
         raise NotImplementedError
 
     def finish(self, statistics: Tensor, layout: Sequence[int]) -> Sequence[Tensor]:
-        """From the statistics [N, m] of all ranks, compute all tensors of the whole matrix except the codes."""
+        """From the statistics [N, m] of all ranks, compute all tensors of the whole matrix apart from its codes."""
         raise NotImplementedError
 
 

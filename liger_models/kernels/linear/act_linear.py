@@ -15,8 +15,8 @@ In the backward, the kernel that computes dx also recomputes ``a`` from x::
     relu2        act(x) = max(x, 0)²                     act'(x) = 2 · max(x, 0)
     xielu        see xielu.py; its coefficients also have gradients
 
-The forward saves x and W. If ``a`` were saved, too, memory for F more elements per token would be needed, where F is
-the width of x.
+The forward saves x and W. Saving ``a`` as well would take memory for F more elements per token, where F is the width of
+x.
 
 Source: https://arxiv.org/abs/1606.08415, relu2 https://arxiv.org/abs/2109.08668.
 """
@@ -99,7 +99,7 @@ def _activate(x: Tensor, act: str) -> Tensor:
 def _activate_backward(da: Tensor, x: Tensor, act: str, need_a: bool) -> tuple[Tensor, Tensor | None]:
     """Return dx and, with ``need_a``, the recomputed ``a``.
 
-    Nothing else may use da, which is overwritten with ``a``.
+    The kernel overwrites da with ``a``, so nothing else may use da.
     """
     x = x.contiguous()
     da = da.contiguous().to(x.dtype)

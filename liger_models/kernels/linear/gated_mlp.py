@@ -18,20 +18,21 @@ In the backward, let dh be the gradient of the new residual stream. The steps ru
     dWgu = duᵀ @ N(h),   dbgu = Σ_rows du
 
 The forward saves h, the weights, u, and the fp32 statistics of the norm for each row. With ``recompute``, u is not
-saved. The backward then recomputes u from h, bitwise identical to the forward, and overwrites u with du. The normalized
-rows N(h) and the gated product p are never saved. Frozen weights may be quantized, as in `norm_linear`: a weight is
-dequantized right before each of its products. Gradients that are not needed are not computed. Every other gradient has
-the dtype of its input. The backward is a single op, so that compilers do not see that tensors are recomputed. A
-compiler that saw this would save the tensors in the forward instead.
+saved. The backward then recomputes u from h, bitwise identical to the u of the forward, and overwrites u with du. The
+normalized rows N(h) and the gated product p are never saved. Frozen weights may be quantized, as in `norm_linear`: a
+weight is dequantized right before each of its products. Gradients that are not needed are not computed. Every other
+gradient has the dtype of its input. The backward is a single op, so that compilers do not see that tensors are
+recomputed. A compiler that saw the recomputation would save the tensors in the forward instead.
 
 If u is not saved and there are many rows, the forward and the backward process the rows in chunks, so that u, p, dn and
 N(h) exist only for one chunk at a time. The gradients of the weights are then summed over the chunks in fp32, and
 rounded once.
 
 With ``ranks``, the gates and ups are divided among the ranks, and each rank has the columns of Wd that belong to its
-gates and ups. The y of a rank is then one term of a sum over the ranks. dn is summed over the ranks before N' is
-applied. With ``ranks.sequence_parallel``, each rank also has its own tokens. N(h) is then gathered before the products
-with Wgu and du, and dn is reduce-scattered. y covers all tokens, but h covers only the rank's own tokens.
+gates and ups. The y of a rank is then only a partial result: the complete y is the sum over the ranks. dn is summed
+over the ranks before N' is applied. With ``ranks.sequence_parallel``, each rank also has its own tokens. N(h) is then
+gathered before the products with Wgu and du, and dn is reduce-scattered. y covers all tokens, but h covers only the
+rank's own tokens.
 
 `_forward_rows` and `_backward_rows` compute the formulas above. For each chunk, `_forward_chunks` calls
 `_forward_rows`, and `_backward_chunks` calls `_backward_rows`.
@@ -207,7 +208,7 @@ class Products(NamedTuple):
 
 
 def split_rows(N: int, gate_up_weight: Weight, ranks: Group | None, recompute: bool) -> tuple[int, int]:
-    """Return the number of this rank's own rows per chunk, and the number of ranks whose rows u contains.
+    """Return how many of this rank's own rows are in a chunk, and how many ranks have rows in u.
 
     Without sequence parallelism, the second number is 1.
     """

@@ -14,19 +14,19 @@ weights, and N(h)::
     dA = gᵀ @ N(h),   dB = dyᵀ @ (N(h) @ Aᵀ)
 
 The forward saves h, the weights, and the fp32 statistics of the norm for each row. The statistics are one number per
-row for RMSNorm, and two for LayerNorm. A low-rank term does not add saved activations, because the backward also
-recomputes the normalized rows for dA and dB. Gradients that are not needed are not computed. Every other gradient has
-the dtype of its input. The backward is a single op, so that compilers do not see that N(h) is recomputed. A compiler
-that saw this would save N(h) in the forward instead.
+row for RMSNorm, and two for LayerNorm. With a low-rank term, no additional activations are saved, because the backward
+recomputes the normalized rows for dA and dB, too. Gradients that are not needed are not computed. Every other gradient
+has the dtype of its input. The backward is a single op, so that compilers do not see that N(h) is recomputed. A
+compiler that saw the recomputation would save N(h) in the forward instead.
 
-A frozen W may be quantized (`FrozenWeight`). W is then multiplied in float8, or W is dequantized before the product
-that computes y, and again before the product that computes dn. After each product, the dequantized W is freed. Only the
-quantized W is saved, so saving W takes no additional memory.
+A frozen W may be quantized (`FrozenWeight`). The products with W then run in float8, or W is dequantized twice: before
+the product that computes y, and before the product that computes dn. After each product, the dequantized W is freed.
+Only the quantized W is saved. It exists anyway, so saving it takes no additional memory.
 
 With ``ranks``, each rank has its own rows of W, and dn is summed over the ranks before N' is applied. With
 ``ranks.sequence_parallel``, each rank also has its own tokens. N(h) is then gathered before the products, dn is
 reduce-scattered, and y covers all tokens. The gathered N(h) is not saved. B is sharded by rows, like W. The dA of a
-rank is only one term of a sum over the ranks, which the caller must compute.
+rank is only a partial result: the caller must sum dA over the ranks.
 
 Source: https://arxiv.org/abs/1910.07467 (RMSNorm), https://arxiv.org/abs/1607.06450 (LayerNorm),
 https://arxiv.org/abs/2205.05198 (sequence parallelism), https://arxiv.org/abs/2106.09685 (LoRA).

@@ -65,7 +65,7 @@ class ProjectionGradients(NamedTuple):
 
     @property
     def by_rows(self) -> bool:
-        """Whether the input rows of the projection are used to compute any of the needed gradients."""
+        """Whether any of the needed gradients is computed from the input rows of the projection."""
         return bool(self.weight or self.low_rank_A or self.low_rank_B)
 
     def to(self, dtype: torch.dtype) -> "ProjectionGradients":
@@ -100,9 +100,10 @@ def mark_constants(ctx: Any, h: Tensor | None, need_stream: bool, *constants: Te
 
 
 def of_stream(gradients: Gradients, dx: Tensor | None, needs: Any) -> Gradients:
-    """Return a copy of ``gradients`` in which the gradients of x and of the residual are dx, or None if not needed.
+    """Return a copy of ``gradients`` with dx, the gradient of the residual stream, as the gradients of x and the
+    residual.
 
-    dx is the gradient of the residual stream.
+    A gradient that is not needed is None.
     """
     _, _, *parameters = gradients
     return type(gradients)(dx if needs.x else None, dx if needs.residual else None, *parameters)  # type: ignore
@@ -271,7 +272,7 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def sum_dtype(dtype: torch.dtype, chunked: bool) -> torch.dtype | None:
     """Return the dtype in which gradients of chunks are summed.
 
-    Without chunks, the result is None: each gradient then has its own dtype.
+    Without chunks, the result is None, because nothing is summed: each gradient then has the dtype of its parameter.
     """
     return torch.promote_types(dtype, torch.float32) if chunked else None
 

@@ -9,7 +9,7 @@ the model's choices y_1 ... y_{k+1}::
 
 Then n is added to the row's number of cached tokens and to its number of new tokens, and subtracted from its number of
 remaining tokens. After a stop token, the number of remaining tokens is set to 0. y_n becomes the row's last token. In
-plain PyTorch, these steps would take thirty kernels, each for a few numbers.
+plain PyTorch, these steps would take thirty kernels, each of which would process only a few numbers.
 
 Source: https://arxiv.org/abs/2211.17192.
 """

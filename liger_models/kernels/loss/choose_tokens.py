@@ -1,5 +1,4 @@
-"""For each row of logits, choose the most likely token or a sampled token, and compute its log-probability, in one
-pass.
+"""For each row of logits, choose the most likely token or sample a token, and compute its log-probability, in one pass.
 
 ::
 
@@ -54,7 +53,7 @@ def _choose_tokens_kernel(
     logits_ptr, scores_ptr, seed_ptr, step_ptr, token_ptr, log_prob_ptr, parts_ptr, index_ptr, V, logits_n, scores_n,
     SHARE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Choose the best of SHARE tokens of a row, and compute the log-sum-exp of their logits.
+    """Choose the token with the best score among SHARE tokens of a row, and compute the log-sum-exp of their logits.
 
     If a row has several PARTS, store four results for the program's part: the best score, the maximum of the logits, Σ
     exp(logit − maximum), and the index of the best token.

@@ -17,8 +17,8 @@ exp(z − lse)::
     dlogit_j = dz_j · logit_scale · (1 − (z_j / softcap)²)      with a softcap
 
 If the target of a row is ``ignore_index``, loss, logp and gradient of the row are 0. A target outside the vocabulary
-raises an error on the CPU. On an accelerator, such a target results in NaN, because raising an error would mean waiting
-for the device.
+raises an error on the CPU. On an accelerator, such a target gives NaN instead of an error, because the host would have
+to wait for the device to raise one.
 
 If the loss is a scalar (reduction "mean" or "sum"), the forward also computes the gradient, in the same kernel. The
 kernel reads each row twice, and the second read hits the cache. For per-token results, and in compiled graphs, the
@@ -76,7 +76,7 @@ class CrossEntropyOutput(NamedTuple):
 
 
 class LossOptions(NamedTuple):
-    """Options of a token's loss, which are described in `cross_entropy`."""
+    """Options for the loss of a token. `cross_entropy` describes them."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -355,7 +355,7 @@ def token_statistics(
     entropy: Tensor | None = None,
     vocabulary: int | None = None,
 ) -> TokenStatistics | None:
-    """Compute the statistics of ``logits`` [N, V] if ``lse`` is None, and the gradient if ``gradient`` is given.
+    """If ``lse`` is None, compute the statistics of ``logits`` [N, V]. If ``gradient`` is given, compute the gradient.
 
     Args:
         lse: [N, 2], max z and Σ exp(z − max z) over the whole vocabulary, if they are known already.
@@ -453,7 +453,7 @@ def token_scale(
     num_items: Tensor | float | None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the weights [N] of the tokens' losses in the reduced loss, without waiting for the device.
+    """Return the weight [N] of each token's loss in the reduced loss. The host does not wait for the device.
 
     With reduction "mean", each token weight is divided by ``num_items``. If ``num_items`` is None, the divisor is the
     sum of (token weight · class weight of the target) over the tokens that are not ignored. Missing weights count as 1.

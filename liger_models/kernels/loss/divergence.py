@@ -25,9 +25,9 @@ also includes the cross entropy of z and a target, at temperature 1.
 
 The rows are processed in chunks, as in `linear_cross_entropy`, with a logits buffer for each model. The loss is a
 scalar, so the forward computes the gradients. The forward and the backward together take four matrix products: the
-student's logits, the teacher's logits, dx and dweight. The logits are in fp32 even if the inputs are in half precision,
-because a divergence is a small difference between large terms. Only the student gets gradients. The forward saves the
-same tensors as `linear_cross_entropy`.
+student's logits, the teacher's logits, dx and dweight. A divergence is a small difference between large terms. The
+logits are therefore in fp32 even if the inputs are in half precision. Only the student gets gradients. The forward
+saves the same tensors as `linear_cross_entropy`.
 
 Source: https://arxiv.org/abs/1503.02531, generalized JSD https://arxiv.org/abs/2306.13649, tvd
 https://arxiv.org/abs/2307.15190.
@@ -86,7 +86,7 @@ class DivergenceOutput(NamedTuple):
 
 
 class DivergenceOptions(NamedTuple):
-    """Options of a row's divergence, which are described in `linear_divergence`."""
+    """Options for the divergence of a row. `linear_divergence` describes them."""
 
     kind: str
     beta: float
@@ -216,9 +216,9 @@ def _row_statistics(
 ):  # fmt: skip
     """Compute D of a row, and the numbers from which the gradient of D is computed.
 
-    These numbers are the maximum and the log-sum-exp of each model's logits, Σ ``a``, and the student's log-sum-exp at
-    temperature 1. For the divergence "cosine", norms are returned in place of log-sum-exps, and the cosine is returned
-    in place of Σ ``a``.
+    These numbers are: for each model, the maximum and the log-sum-exp of the logits; Σ ``a``; and the student's
+    log-sum-exp at temperature 1. For the divergence "cosine", norms are returned in place of log-sum-exps, and the
+    cosine is returned in place of Σ ``a``.
     """
     # In a first read of both models' rows, compute the online softmax of each row or, for cosine, three dot products.
     columns = tl.arange(0, BLOCK)

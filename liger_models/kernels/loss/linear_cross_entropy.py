@@ -7,9 +7,9 @@ products compute the chunk's dx and its part of dweight. The formulas for a row 
 - A scalar loss (reduction "mean" or "sum") has a single upstream gradient, which is not yet known in the forward. The
   forward computes all gradients for an upstream gradient of 1, and the backward multiplies them by the upstream
   gradient. The forward and the backward together take three matrix products. The forward saves dx in the dtype of x,
-  dweight in bf16 (in fp32 if the weight is not in bf16), and dbias in fp32. The first backward returns the saved
-  tensors themselves, so there is never a second copy of dweight. The forward also saves x, from which a second backward
-  (``retain_graph``) recomputes the gradients.
+  dweight in bf16 (in fp32 if the weight is not in bf16), and dbias in fp32. The first backward scales the saved
+  gradients in place and returns them, so there is never a second copy of dweight. The forward also saves x, so that a
+  second backward (``retain_graph``) can recompute the gradients.
 - Per-token results (reduction "none", or ``return_log_probs``) have one upstream gradient per token, so the backward
   must recompute the logits. The forward and the backward together take four matrix products. The forward saves x,
   weight and lse.

@@ -9,10 +9,10 @@ Let z be the student's logits after ``logit_scale`` and softcap, and let τ be t
 Terms with p = 0 are 0. For tokens whose target is ``ignore_index``, the divergence and all gradients are 0.
 
 The rows are processed in chunks, as in `linear_cross_entropy`. The loss is a scalar, so the forward also computes the
-gradients, and three matrix products are needed in total. The logits are in fp32 even if the inputs are in half
-precision, because a divergence is a small difference between large terms. The probabilities are read without a copy or
-a cast, and get no gradient. The forward saves the same tensors as `linear_cross_entropy`. It also saves the
-probabilities, which only a second backward reads.
+gradients. The forward and the backward together then need only three matrix products. A divergence is a small
+difference between large terms. The logits are therefore in fp32 even if the inputs are in half precision. The
+probabilities are read without a copy or a cast, and get no gradient. The forward saves the same tensors as
+`linear_cross_entropy`. The forward also saves the probabilities, which are read only if there is a second backward.
 
 Source: https://arxiv.org/abs/1503.02531.
 """

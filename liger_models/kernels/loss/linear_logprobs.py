@@ -19,8 +19,8 @@ The rows are processed in chunks, as in `linear_cross_entropy`. Each token has i
 backward must recompute the logits, and four matrix products are needed in total. The forward saves x, weight, max z, Σ
 exp(z − max z), and H. If the entropy is not requested, the per-token op of `linear_cross_entropy` runs instead.
 
-If the loss is a sum over sequences or over pairs of sequences, `loss_of_log_probs` does not recompute the logits. As
-soon as the log-probabilities of a sequence or pair are known, the function computes their gradient, while the logits
+For a loss that is a sum over sequences or over pairs of sequences, `loss_of_log_probs` avoids recomputing the logits.
+As soon as the log-probabilities of a sequence or pair are known, the function computes their gradient, while the logits
 are still in memory.
 
 Source: https://arxiv.org/abs/2410.10989 (Liger Kernel, chunked losses).
@@ -433,7 +433,9 @@ class LogProbsOfSum(torch.autograd.Function):
 
 
 def _common_value(c: Tensor, valid: Tensor) -> Tensor | None:
-    """Return the value [] that all elements of ``c`` [N] have where ``valid`` is True, or None if they differ."""
+    """Return the common value [] of those elements of ``c`` [N] for which ``valid`` is True, or None if these elements
+    differ.
+    """
     if c.numel() == 0:
         return c.new_zeros(())
     bounds = torch.stack([c.where(valid, torch.inf).amin(), c.where(valid, -torch.inf).amax()])
@@ -459,8 +461,8 @@ def log_probs_of_sum(
     """Compute log-probabilities for a loss that is probably a multiple of their sum, such as their negative mean.
 
     The forward computes the gradients of this sum, while the logits are in memory, so three matrix products are needed
-    instead of four. The backward compares the upstream gradients of all targets, for which the host waits for the
-    device. If the upstream gradients differ, or if the loss depends on the entropies, the backward computes the
+    instead of four. The backward compares the upstream gradients of all targets. For this comparison, the host waits
+    for the device. If the upstream gradients differ, or if the loss depends on the entropies, the backward computes the
     gradients again, and six products are needed. The function can't be compiled.
 
     Args:
@@ -662,9 +664,9 @@ def _one_unit(
 ) -> tuple[Tensor, More, tuple[Tensor, Tensor, Tensor]]:
     """Compute `_loss_and_gradients` for a sequence or pair, if all targets of each sequence have the same gradient.
 
-    All of the sequence's gradients (of x, weight and bias) have this gradient as a factor. The gradients of the first
-    sequence are summed before the factor is known, and multiplied by the factor afterwards. Only the logits of the
-    second sequence are kept until the factor is known.
+    The shared gradient of a sequence's targets is then a factor of the sequence's gradients of x, weight and bias. For
+    the first sequence, these gradients are summed before the factor is known, and multiplied by the factor afterwards.
+    Only the logits of the second sequence are kept until the factor is known.
     """
     (B, T, C), V = x.shape, len(weight)
     parts = [slice(start, min(start + step, T)) for start in range(0, T, step)]

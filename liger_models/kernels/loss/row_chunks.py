@@ -5,8 +5,8 @@ the loss and its gradient with respect to these logits. Then `walk_chunks` compu
 chunk's part to dweight and dbias.
 
 dweight is summed over the chunks in fp32. If the weight is in bf16 and there are few chunks, dweight is instead summed
-in bf16, and rounded after each chunk. Summing in bf16 loses less accuracy than rounding the logits does. It halves the
-size of the sum in memory, and the memory traffic.
+in bf16, and rounded after each chunk. This rounding loses less accuracy than the rounding of the logits. A sum in bf16
+takes half the memory and half the memory traffic of a sum in fp32.
 """
 
 from collections.abc import Callable, Sequence
@@ -120,7 +120,7 @@ def _linear_backward(gradient: Tensor, weight: Tensor, out: Tensor) -> None:
     """Write ``gradient @ weight`` to ``out``.
 
     The product is a sum over the vocabulary, which is split into two parts. The part with the last few vocabulary
-    entries is computed first: it is small, so rounding it loses little accuracy.
+    entries is computed first: it is small, so little accuracy is lost when its sum is rounded.
     """
     sizes = _split_words(len(weight), len(weight))
     parts = zip(gradient.split(sizes, 1)[::-1], weight.split(sizes)[::-1], strict=True)

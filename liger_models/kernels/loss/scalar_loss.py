@@ -22,7 +22,7 @@ BLOCK = 4096
 
 
 def without_exponent(factors: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """For fp16, divide ``factors`` by a power of two such that the largest factor is between 1/2 and 1.
+    """For fp16, divide ``factors`` by the power of two that makes the largest factor lie between 1/2 and 1.
 
     Without this division, small factors would make gradients in fp16 underflow.
 
@@ -49,7 +49,7 @@ def _scale_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
 def scale_(x: Tensor, factor: Tensor) -> Tensor:
     """Multiply x, which must be contiguous, by ``factor`` [] in place.
 
-    If the factor is 1, the kernel does nothing. The kernel checks this on the device, so the host does not wait.
+    If the factor is 1, the kernel does nothing. The kernel checks the factor on the device, so the host does not wait.
     """
     if not use_triton(x) or factor.dtype != torch.float32:
         return x.mul_(factor)
@@ -146,7 +146,8 @@ def fused_loss_fake(x: Tensor, weight: Tensor, needs: HeadNeeds) -> tuple[HeadGr
 
 
 def gradients_fake(x: Tensor, weight: Tensor, needs: HeadNeeds) -> HeadGradients:
-    """Return fake gradients of x, weight and bias, in their dtypes, for an op that computes per-token losses."""
+    """Return the gradients of x, weight and bias as fake tensors, each in the dtype of its input, for a per-token loss.
+    """
     return HeadGradients(
         torch.empty_like(x, memory_format=torch.contiguous_format) if needs.x else x.new_empty(0),
         weight.new_empty(weight.shape if needs.weight else 0),
@@ -162,7 +163,7 @@ def where_needed(gradients: HeadGradients, needs: HeadNeeds) -> HeadGradients:
 def save_scalar_loss(ctx: Any, inputs: Any, outputs: Any, needs: HeadNeeds) -> ScalarLossSaved:
     """Return what a scalar loss saves in compiled graphs and within torch.func. Mark constant outputs.
 
-    The gradients are not marked as constant, because autograd would then silently leave them out of a second
+    The gradients are not marked as constant. If they were, autograd would silently leave them out of a second
     derivative.
     """
     _, *others, gradients, scale = outputs
@@ -185,11 +186,12 @@ def scalar_loss_backward(saved: ScalarLossSaved, needs: HeadNeeds, upstream: Any
 
 
 class HandOver(torch.autograd.Function):
-    """Runs the op of a scalar loss outside compiled graphs. The backward scales the gradients in place.
+    """Outside compiled graphs, runs the op of a scalar loss. The backward scales the gradients in place.
 
     The op is called as ``op(*inputs)``. ``tensors`` is the number of inputs that are tensors, which come first. The op
-    returns the loss, other results without a gradient, one gradient for each input in ``indices``, and a scale by which
-    the gradients must still be multiplied. The gradient of an input that needs no gradient may be any tensor.
+    returns, in this order: the loss, other results that have no gradient, one gradient for each input in ``indices``,
+    and a scale by which these gradients must still be multiplied. The gradient of an input that needs no gradient may
+    be any tensor.
 
     A second backward (``retain_graph``) runs the op again, because the first backward has scaled and returned the
     gradients. A second derivative (``create_graph``) raises an error.

@@ -1,13 +1,14 @@
-"""Gumbel-max scores, whose argmax is a sample from softmax(z). The noise depends only on seed, step and token.
+"""Gumbel-max scores, whose argmax is a sample from softmax(z). The noise depends only on the seed, the step and the
+token.
 
 ::
 
     score_t = z_t − log E_t,   E_t = −log(1 − u_t),   u_t = (hash(seed, step, t) + ½) / 2³²
 
 E is exponentially distributed. Imagine one exponential clock per token, with the rate exp(z_t). The clock of token t
-rings first with probability softmax(z)_t. The logarithm of the time at which this clock rings is log E_t − z_t, so the
-clock that rings first has the highest score. The random numbers are hashes. Rows are therefore independent of each
-other, and all devices get the same numbers up to rounding.
+rings first with probability softmax(z)_t. The clock of token t rings at the time E_t / exp(z_t), whose logarithm is log
+E_t − z_t = −score_t. The clock that rings first therefore has the highest score. The random numbers are hashes. Rows
+are therefore independent of each other, and all devices get the same numbers up to rounding.
 
 The hash takes about twenty integer operations. In plain PyTorch, each operation is a pass over an int64 tensor [B, V].
 

@@ -1,8 +1,7 @@
 """Speculative sampling: decides which drafts are accepted, and draws tokens in place of rejected drafts.
 
 Let p be the model's distribution for a token, and let q be the distribution from which the draft d of the token was
-drawn. E and u are the random numbers of `seeded_scores`. u is the random number for the index V, which is not the index
-of a token::
+drawn. E and u are random numbers as in `seeded_scores`. u is the number for the index V, which no token has::
 
     p = softmax(z)                              of the scores z, which by default are the logits x
     d is accepted if u · q_d < p_d
@@ -11,9 +10,9 @@ of a token::
     token = argmax_t p_t / E_t                  if there is no draft, or if d is rejected and p = q
     log_prob = x_token − log Σ_t exp(x_t)
 
-A token that is chosen in this way has the distribution p. If d is rejected, the formula samples a token t with a
-probability proportional to max(0, p_t − q_t): each t has an exponential clock with this rate, and the clock of the
-sampled token rings first. Each program reads the logits of a token twice, the first time only for the sums.
+The chosen token has the distribution p. If d is rejected, the formula samples a token t with a probability proportional
+to max(0, p_t − q_t): each t has an exponential clock with this rate, and the clock of the sampled token rings first.
+Each program reads the logits of a token twice: first to compute the sums, and then to choose the token.
 
 Source: https://arxiv.org/abs/2211.17192.
 """
@@ -77,7 +76,7 @@ def _verify_drafts_kernel(
     logits_ptr, scores_ptr, draft_ptr, proposed_ptr, draft_log_prob_ptr, seed_ptr, chosen_ptr, agree_ptr, log_prob_ptr,
     V, logits_n, scores_n, draft_n, K: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Choose one token of a row."""
+    """Choose the token at one position of a row."""
     await_previous(OVERLAPS)
     at = tl.program_id(0).to(tl.int64)
     row, index = at // (K + 1), at % (K + 1)

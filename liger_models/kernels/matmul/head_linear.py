@@ -1,7 +1,7 @@
-"""A product of a few rows with one matrix per head, for the absorbed projections of latent attention.
+"""Multiplies a few rows by one matrix per head, for the absorbed projections of latent attention.
 
-Each of H heads multiplies the first K columns of its part of a row by its own matrix W_h [N, K]. The other R columns
-are rotated, as in `kernels.rope.rope`::
+A row x has one part x_h for each of H heads. The first K columns of each part are multiplied by the head's own matrix
+W_h [N, K]. The other R columns are rotated, as in `kernels.rope.rope`::
 
     y_h = [W_h · x_h[:K], rotate(x_h[K:])]        sums in fp32, one cast at the end
 

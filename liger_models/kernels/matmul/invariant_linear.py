@@ -6,16 +6,16 @@
 
 Libraries choose the kernel, the tile shape and the splitting of sums according to the number of rows. A row in a batch
 of 8 and the same row in a batch of 4096 therefore get results that differ in their last bits. In this layer, one kernel
-with a fixed tile shape computes every result. To compute an element of y, the same instructions always add the products
-in one accumulator, in the order of the columns of x. A tile with too few rows is padded. In plain PyTorch, each row is
-copied and multiplied separately.
+with a fixed tile shape computes every result. Each element of y is computed by the same instructions in every batch:
+they add the products in one accumulator, in the order of the columns of x. A tile with too few rows is padded. In plain
+PyTorch, each row is copied and multiplied separately.
 
 The backward uses ordinary matrix products, so gradients do depend on the batch::
 
     dx = dy @ W,   dW = dyᵀ @ x,   db = Σ_rows dy
 
 x and W are saved for the backward. The layer is a single op on every device. If autograd differentiated the product of
-each row separately, it would round the weight gradient of each row before adding it to the sum.
+each row separately, the weight gradient of each row would be rounded before it is added to the sum.
 
 Source: https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference.
 """

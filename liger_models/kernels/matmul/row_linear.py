@@ -8,17 +8,17 @@
     z = x @ Wᵀ                            in fp32, for x and W of any dtypes (routers)
 
 If x has a single row, each program multiplies a few rows of W elementwise by x and sums the products. No partial sum
-goes through memory, and no matrix units are needed. Library kernels reach only two thirds of the memory bandwidth if W
-has few rows.
+goes through memory, and no matrix units are needed. If W has few rows, the kernels of libraries reach only two thirds
+of the memory bandwidth.
 
 If x has 2 to `MOST_ROWS` rows, the kernel uses matrix units. If W has too few rows to occupy all multiprocessors, the
-columns of W are split among several programs, and a second kernel adds the programs' sums. If W is small, reading W
-takes less time than launching a second kernel. For up to `MOST_SMALL_ROWS` rows, one kernel with smaller tiles then
-computes all sums.
+columns of W are split among several programs, and a second kernel adds the programs' sums. If W is small, launching a
+second kernel would take longer than reading W. If x also has at most `MOST_SMALL_ROWS` rows, one kernel with smaller
+tiles therefore computes all sums.
 
-The kernel for a single row also computes x @ Aᵀ and z, with one program for each pair of a row of x and a row of A or
-W. If x has a single row, then on Hopper and later GPUs the kernel for y runs at the same time as the kernel for x @ Aᵀ.
-The kernel for y waits for x @ Aᵀ only after it has computed its own sums (see `overlap`).
+x @ Aᵀ and z are computed by the kernel for a single row even if x has several rows. One program then computes each
+element of the result. If x has a single row, then on Hopper and later GPUs the kernel for y runs at the same time as
+the kernel for x @ Aᵀ. The kernel for y waits for x @ Aᵀ only after it has computed its own sums (see `overlap`).
 """
 
 from typing import Any
@@ -108,7 +108,7 @@ def load_B(B_ptr, row, N, R, RANKS: tl.constexpr):
 
 @triton.jit
 def low_rank_row(B, low_ptr, R, RANKS: tl.constexpr, LOW: tl.constexpr):
-    """For a single row of x, compute ROWS elements of the low-rank term, from the rows B [ROWS, RANKS].
+    """For a single row of x, compute ROWS elements of the low-rank term from the same rows of B, ``B`` [ROWS, RANKS].
 
     ``low_ptr`` points to x @ Aᵀ. If LOW is "awaited", the kernel that computes x @ Aᵀ may still be running.
     """
@@ -230,7 +230,7 @@ def _rows_linear_kernel(
 ):  # fmt: skip
     """Compute ROWS results for up to COLUMNS rows of x. With several PARTS, sum over one part of the columns of W.
 
-    EARLY means that the kernel may start before the previous kernel has ended. With EARLY, W must have no scales.
+    With EARLY, the kernel may start before the previous kernel has ended, and W must not have scales.
     """
     start_next(OVERLAPS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -297,7 +297,8 @@ def are_few(x: Tensor, most: int) -> bool:
 
 
 def most_rows(weight: Tensor) -> int:
-    """Return the maximum number of rows of x, in half precision, for which the kernels support this weight."""
+    """Return how many rows an x in half precision may have for the kernels to support its product with this weight.
+    """
     return MOST_SMALL_ROWS if weight.numel() <= SMALL else MOST_ROWS
 
 
@@ -341,8 +342,9 @@ def _launch_by_row(x: Tensor, weight: Tensor, y: Tensor, low: str = "") -> None:
 def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Launch the kernel for ``x @ Aᵀ``, where rows x [..., K] are contiguous, and return arguments of the kernel for y.
 
-    The next kernel to be launched must be the kernel for y. If x has a single row, the kernel for y may start early. In
-    this case, the tensors that the kernel for y reads before it waits must already be complete.
+    The next kernel to be launched must be the kernel for y. If x has a single row, the kernel for y may start early.
+    The kernel for y reads some tensors before it waits for the kernel for x @ Aᵀ. If it starts early, these tensors
+    must already be complete.
 
     Returns:
         The arguments ``(x @ Aᵀ, B, R)`` of the kernel for y, and the constants and options of that kernel's launch.

@@ -7,13 +7,13 @@
 
 A product of two bf16 numbers is exact in fp32, so x and W need not be cast to fp32. The difficulty is the sum: the
 tensor cores of Hopper truncate their sums, whereas an fp32 addition rounds. A long sum on a tensor core therefore has
-about ten times the error of a sum in fp32. For this reason, the forward kernel starts a new sum after every `COLUMNS`
-columns, and adds these sums with fp32 additions.
+about ten times the error of a sum in fp32. For this reason, the forward kernel starts a new sum on the tensor core
+after every `COLUMNS` columns, and adds up all these sums with fp32 additions.
 
 In the backward, dy is split into three bf16 numbers, ``dy = h + m + l``. A bf16 number has 8 significant bits and an
-fp32 number has 24, so the split is exact. The results are rounded to bf16, and the error of this rounding is far larger
-than the error of truncated sums. Programs write partial sums of dW over parts of the rows, and `sum_partials` adds
-these sums in order.
+fp32 number has 24, so the split is exact. dx and dW are rounded to bf16. This rounding error is far larger than the
+error of truncated sums, so no new sums are started in the backward. Programs write partial sums of dW over parts of the
+rows, and `sum_partials` adds these sums in order.
 
 x and W are saved for the backward in their own dtypes. If there are only a few rows, if x is in fp16, or if W is in
 fp32, then x and W are cast to fp32 in the forward, and again in the backward.
@@ -92,9 +92,9 @@ def _wide_linear_input_kernel(
 ):  # fmt: skip
     """Write a tile [ROWS, COLUMNS] of dx [N, C], computed as the transpose of Wᵀ @ dyᵀ.
 
-    In this product, the split dy is the right factor, which is in shared memory. As the left factor, dy would be in
-    registers. With Triton 3.6, a loop may overwrite registers of a left factor that the asynchronous product of the
-    previous step still reads.
+    In this product, dy (split into three bf16 numbers) is the right factor, so it is in shared memory. As the left
+    factor, dy would be in registers. With Triton 3.6, the loop might then overwrite registers of dy while the
+    asynchronous product of the previous step still reads them.
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -117,7 +117,9 @@ def _wide_linear_input_kernel(
 def _wide_linear_weight_kernel(
     dy_ptr, x_ptr, partial_ptr, N, X, C, part, x_n, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Write a tile [OUTPUTS, COLUMNS] of a partial sum of dW [X, C] over ``part`` rows: the transpose of xᵀ @ dy."""
+    """Write a tile [OUTPUTS, COLUMNS] of a partial sum of dW [X, C]. The sum is over ``part`` rows, and the tile is
+    computed as the transpose of xᵀ @ dy.
+    """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     first = tl.program_id(2) * part
@@ -142,7 +144,7 @@ def _outputs(X: int) -> int:
 
 
 def _runs(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the kernels compute the layer. Otherwise, the op casts the inputs to fp32."""
+    """Return whether the Triton kernels compute the layer. If not, the op casts the inputs to fp32."""
     return x.dtype == weight.dtype == torch.bfloat16 and use_triton(x) and len(x) >= MIN_ROWS
 
 

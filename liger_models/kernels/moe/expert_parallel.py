@@ -7,8 +7,8 @@ weighted sum s_j of these outputs::
     r_j = x_n                     permute: for each rank r that receives token n, in row j = slot[n, r]
     y_n = Σ_r s_slot[n,r]         unpermute
 
-If all experts are chosen equally often, a token is sent to R (1 − (1 − 1 / R)ᴷ) of R ranks on average. For K = 8, a
-token is sent to 2 of 2 ranks, 3.6 of 4 ranks, or 5.3 of 8 ranks.
+If all experts are chosen equally often, each token is sent on average to R (1 − (1 − 1 / R)ᴷ) of the R ranks. For K =
+8, a token is sent to 2 of 2 ranks, 3.6 of 4 ranks, or 5.3 of 8 ranks.
 
 Source: https://arxiv.org/abs/2006.16668, https://arxiv.org/abs/2412.19437 (sending a token to each rank only once).
 """
@@ -26,9 +26,9 @@ from liger_models.kernels.moe.permutation import permute, unpermute
 
 
 class _Permute(torch.autograd.Function):
-    """Copies the row of each token to those slots of the token that are less than M: [N, C] -> [M, C].
+    """Copies the row of each token to the slots of the token, but skips slots from M on: [N, C] -> [M, C].
 
-    The gradient of a token is a sum over its slots in fp32.
+    The gradient of a token is the sum, computed in fp32, of the gradients in its slots.
     """
 
     @staticmethod

@@ -12,9 +12,9 @@ Without biases, bgu = bd = 0::
 If there are only a few copies and no backward, the copies are not sorted (see `few`). A copy without an expert has no
 row.
 
-In the backward, the routing weight can be applied before or after a linear map. It is cheapest to apply the weight
-where rows are narrow. dy is therefore copied without the weight. One kernel that reads u and g applies the weight, and
-does all other elementwise work::
+In the backward, multiplying by the routing weight w_nk before or after a linear map gives the same result. It is
+cheapest to multiply where rows are narrow. dy is therefore copied without the weight. One kernel that reads u and g
+multiplies by the weight, and does all other elementwise work::
 
     d_j = dy_n                            permute
     g_j = Wd_eᵀ · d_j                     grouped product; the gradient of A(u_j), without the routing weight
@@ -30,17 +30,19 @@ grouped products of their own, and the backward recomputes A_e · r_j and A_e ·
     dB_e = Σ_j du_j ⊗ (A_e · r_j),   dA_e = Σ_j (B_eᵀ · du_j) ⊗ r_j     gate and up
     dB_e = Σ_j d_j ⊗ (A_e · p_j),    dA_e = Σ_j (B_eᵀ · d_j) ⊗ p_j      down
 
-The inputs r_j and A(u_j) of low-rank terms may have dropout. Of the dropout, the forward saves only the seed, from
-which the backward generates the same random numbers.
+The inputs r_j and A(u_j) of low-rank terms may have dropout. For the dropout, the forward saves only the seed. From the
+seed, the backward generates the same random numbers.
 
 Frozen matrices may be quantized (`FrozenWeight`). The matrices of a projection are dequantized right before each
-product, and freed after the product. A backward that recomputes u dequantizes gate and up only once, for both u and dx.
+product, and freed after the product. If the backward recomputes u, it dequantizes the matrices of gate and up only
+once, and uses them for both u and dx.
 
 The forward saves order, slot, ends, the weights in their stored form, and u (without its bias). x is saved if a
 gradient needs it. With ``recompute``, u is not saved. The backward then recomputes u, bitwise identical to the u of the
 forward, and overwrites u with du. The sorted copies of x and the gated product are never saved. Gradients that are not
 needed are not computed. Every other gradient has the dtype of its input. The backward is a single op, so that compilers
-do not see that tensors are recomputed. A compiler that saw this would save the tensors in the forward instead.
+do not see that tensors are recomputed. A compiler that saw the recomputation would save the tensors in the forward
+instead.
 
 Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2211.15841, https://arxiv.org/abs/2512.14080 (gradient
 of the routing weights without the experts' outputs).
@@ -292,7 +294,7 @@ Drop = Callable[[Tensor], Tensor]
 def _drops(order: Tensor, seed: Tensor | None, dropout: float, K: int) -> tuple[Drop, Drop]:
     """Return two functions that apply dropout to the inputs of low-rank terms: one for gate and up, and one for down.
 
-    For gate and up, the same elements are dropped in all copies of a token.
+    The function for gate and up drops the same elements in all copies of a token.
     """
     if seed is None:
         return (lambda rows: rows), (lambda rows: rows)
@@ -480,8 +482,8 @@ def _forward(inputs: MoEInputs) -> MoEOutputs:
 def _inference(inputs: MoEInputs) -> Tensor:
     """Compute `moe_mlp` without a backward.
 
-    The number of copies determines which kernels run. This choice is made inside the op, so that it is not part of a
-    compiled graph.
+    The number of copies determines which kernels run. The kernels are chosen inside the op, so that this choice is not
+    part of a compiled graph.
     """
     gate_up, down, experts = inputs.gate_up.contiguous(), inputs.down.contiguous(), inputs.experts
     has_low_rank = gate_up.low_rank is not None or down.low_rank is not None

@@ -7,13 +7,13 @@ These kernels are for decoding steps, and compute no gradients. Copy k of token 
     o_s = Wd_e · g_s                      one kernel
     y_n = Σ_k w_nk · (o_s + bd_e)         `permutation.unpermute`
 
-The copies are not sorted. There is one program for each pair of a copy and a block of rows of the matrix of the copy's
-expert. All copies with the same expert are grouped in tiles of up to `FEW_ROWS` copies. Only the programs of a tile's
-first copy do any work: they find the other copies of the tile, and multiply all copies of the tile at once. If there is
-only one token, all its copies have different experts. Each copy is then multiplied separately, without matrix units, as
-in `row_linear`.
+The copies are not sorted. The matrix of each expert is divided into blocks of rows. There is one program for each copy
+and each block of its expert's matrix. All copies with the same expert are grouped in tiles of up to `FEW_ROWS` copies.
+Only the programs of a tile's first copy do any work: they find the other copies of the tile, and multiply all copies of
+the tile at once. If there is only one token, all its copies have different experts. Each copy is then multiplied
+separately, without matrix units, as in `row_linear`.
 
-If rows are sorted because a backward follows, `few_product` multiplies the sorted rows by frozen matrices in the same
+If a backward follows, the rows are sorted. `few_product` then multiplies the sorted rows by frozen matrices in the same
 way. All these kernels read matrices in their stored form (dense, float8, or 4 bits), and read only the matrices of
 experts that have rows.
 """
@@ -236,8 +236,8 @@ def _few_kernel(
 
     Each row has one scale or, if WIDTH is not 0, one scale for every WIDTH columns. WIDTH is a multiple of BLOCK_IN.
 
-    With EARLY, the part of the matrix for the first step is loaded before the previous kernel ends. EARLY is allowed
-    only if the previous launch was a launch of this kernel without EARLY, for the same single row.
+    With EARLY, the kernel loads the part of the matrix for its first step while the previous kernel is still running.
+    EARLY is allowed only if the previous launch was a launch of this kernel without EARLY, for the same single row.
     """
     if EARLY:
         start_next(OVERLAPS)
@@ -316,7 +316,8 @@ def takes_few(rows: Tensor, weight: Weight) -> bool:
 
 
 def takes_few_copies(experts: Tensor, gate_up_weight: Weight, down_weight: Weight) -> bool:
-    """Return whether `few_experts` can process the N · K copies of tokens whose experts are ``experts`` [N, K].
+    """Return whether `few_experts` can process K copies of each of N tokens. ``experts`` [N, K] holds the copies'
+    experts.
 
     `few_experts` requires few copies, and matrices in a supported format.
     """

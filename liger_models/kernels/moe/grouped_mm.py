@@ -9,8 +9,8 @@ expert e, and are 0 for an expert without rows::
 
 If PyTorch's grouped_mm is a single kernel (see `library_runs`), `grouped_mm` and `grouped_outer` run it. Otherwise,
 they run the Triton kernels below. In both cases, the host does not wait for the device. The reference implementation
-consists of two registered ops, which loop over the experts in plain PyTorch, and wait for the number of rows of each
-expert. Compilers do not look inside these ops.
+consists of two registered ops. They loop over the experts in plain PyTorch, and the host waits for the number of rows
+of each expert. Compilers do not look inside these ops.
 """
 
 from typing import Any
@@ -186,11 +186,10 @@ def library_runs(gate_up_weight: Tensor, down_weight: Tensor) -> bool:
     """Return whether grouped products of contiguous weights [X, 2 F, C] and [X, C, F] run in PyTorch's grouped_mm.
 
     PyTorch's grouped_mm is used only where it is a single CUTLASS kernel that does not wait for the device: in bf16 on
-    Hopper, for fewer than 1024 experts, if the rows of the experts' matrices consist of whole 16-byte vectors. The
-    experts may have any numbers of rows. grouped_mm is not used on Blackwell, where it returns a nonzero weight
-    gradient for an expert without rows (pytorch#172439). In all other cases, grouped_mm loops over the experts and
-    waits for the device. Inside `batch_invariant`, the Triton kernel runs, which has the same tile shape for any number
-    of rows.
+    Hopper, for fewer than 1024 experts, if the rows of the experts' matrices consist of whole 16-byte vectors. Each
+    expert may have any number of rows. grouped_mm is not used on Blackwell, where it returns a nonzero weight gradient
+    for an expert without rows (pytorch#172439). In all other cases, grouped_mm loops over the experts and waits for the
+    device. Inside `batch_invariant`, the Triton kernel runs, which has the same tile shape for any number of rows.
     """
     return (
         cuda_capability(gate_up_weight.device)[0] == 9
@@ -220,7 +219,7 @@ def _tile(rows: Tensor) -> tuple[tuple[int, int, int], dict[str, Any]]:
 def most_tiles(S: int, X: int, block_rows: int) -> int:
     """Return an upper bound on the number of tiles for S rows and X experts.
 
-    The bound counts all full tiles, and one partial tile for each expert that has rows.
+    The bound is the number of full tiles, plus one partial tile for each expert that has rows.
     """
     return S // block_rows + min(S, X)
 

@@ -7,13 +7,13 @@ of this copy. Expert e has the rows from ends[e − 1] to ends[e] − 1::
     permute       r_j = x_n                        each token's row is read once and written K times
     unpermute     y_n = Σ_k w_nk · r_slot[n,k]     in fp32, in the order of k, and so bitwise identical in every run
 
-If there are biases b, unpermute adds b_e to each row before the row is multiplied by its weight. If there is an addend
-for y_n, it is added after y_n has been rounded.
+If there are biases b, unpermute adds b_e to each row before the row is multiplied by its weight. An optional addend of
+y_n is added after y_n has been rounded.
 
 The numbers of rows per expert stay on the device, so the host never waits for the device.
 
-A copy without an expert has the expert index X. The sort places it after the S copies with an expert, and it has no
-row, so its slot is at least S.
+A copy without an expert has the expert index X. The sort places this copy after the S copies that have an expert. The
+copy has no row, and its slot is at least S.
 """
 
 import torch

@@ -12,8 +12,8 @@ If there are neither a bias nor groups, the K largest logits are chosen. The sco
 sum of its two largest c. For some or all tokens, the caller may also pass T, and thereby reuse experts that were chosen
 earlier (routing replay). With ``round_weights``, w is rounded to the dtype of the logits.
 
-In the backward, let d[T_k] = scale · dw_k, and d = 0 elsewhere. q is the softmax over all experts or, with
-``normalize``, over T only::
+In the backward, let d[T_k] = scale · dw_k, and let d be 0 for all experts outside T. q is the softmax over all experts
+or, with ``normalize``, over T only::
 
     dl = q · (d − Σ_x q_x · d_x)                     softmax
     dl = s · (1 − s) · d                             sigmoid
@@ -198,7 +198,7 @@ def _load_logits(logits_ptr, rows, lanes, N, X):
 
 @triton.jit
 def _ordered(numbers):
-    """Map fp32 numbers to integers that have the same order and are above −2147483647.
+    """Map fp32 numbers to integers above −2147483647 that are in the same order as the numbers.
 
     NaN is mapped to the largest integer.
     """
@@ -236,7 +236,9 @@ def _best_groups(
 
 @triton.jit
 def _softmax_of_near(logits, free, mine, tolerance):
-    """Return the softmax over the chosen expert and those experts not chosen yet whose logit is near the largest."""
+    """Return the softmax over the chosen expert and all experts that are not chosen yet and have a logit near the
+    largest.
+    """
     best = tl.max(tl.where(free, logits, float("-inf")), 1)[:, None]
     far = best - logits > tolerance * tl.maximum(tl.abs(logits), best)  # False beyond the last expert: inf > inf
     e = tl.where((free & (far == 0)) | mine, tl.exp(logits - best), 0.0)

@@ -5,8 +5,8 @@ or ``a = σ(gate)``::
 
     y = cast((w · cast(x · r(x))) · a)        or, with the gate first, u = x · a,   y = cast(w · cast(u · r(u)))
 
-cast rounds to the dtype of x. The product with w is rounded to the dtype that results from PyTorch's type promotion. In
-the backward, let n = x · r(x) and v = dy · a · w::
+The function cast rounds to the dtype of x. The product with w is rounded to the dtype that results from PyTorch's type
+promotion. In the backward, let n = x · r(x) and v = dy · a · w::
 
     dx = r · (v − n · mean(v · n)),   dw = Σ_rows dy · a · n,   dgate = dy · w · n · a'
 
@@ -163,9 +163,9 @@ def _as_rows(groups: int, *tensors: Tensor) -> list[Tensor]:
 
 
 def _groups(x: Tensor, weight: Tensor | None) -> int:
-    """Return the number of groups that have weights of their own.
+    """Return the number of groups, each of which has its own weight.
 
-    The result is 1 if the weight is shared or missing.
+    If all rows share one weight, or if there is no weight, the result is 1.
     """
     return 1 if weight is None else weight.numel() // x.shape[-1]
 
@@ -177,7 +177,8 @@ def _gradients_like(x: Tensor, gate: Tensor, weight: Tensor | None) -> tuple[Ten
 
 
 def _rows_of(x: Tensor, groups: int) -> tuple[int, int]:
-    """For x [outer, H, D], return the number of rows that share a weight, and how many of them each outer index has."""
+    """For x [outer, H, D], return how many rows share a weight, and how many of these rows belong to each outer index.
+    """
     inner = 1 if groups > 1 else x.shape[1]
     return x.shape[0] * inner, inner
 

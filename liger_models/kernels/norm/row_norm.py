@@ -279,7 +279,9 @@ def _rms_norm_backward_wide_kernel(
 def _rms_norm_weight_gradient_kernel(
     dy_ptr, h_ptr, rstd_ptr, dw_ptr, N, C, SCALE_IN_FP32: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Compute BLOCK columns of a partial sum of dw. The partial sum is over every ``num_programs(1)``-th row."""
+    """Compute BLOCK columns of a partial sum of dw. If there are n programs for these columns (``num_programs(1)``),
+    the partial sum is over every n-th row.
+    """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < C
     dw = tl.zeros([BLOCK], tl.float32)
@@ -312,8 +314,8 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
 def _spaced_rows(x: Tensor) -> tuple[Tensor, int]:
     """Return x [..., C] with contiguous, equally spaced rows, and the distance between the starts of adjacent rows.
 
-    If the strides of x do not allow this, a contiguous copy is returned. A column slice of contiguous rows, such as a
-    part of the output of a packed projection, is not copied.
+    If the rows of x are not contiguous or not equally spaced, a contiguous copy is returned. A column slice of
+    contiguous rows, such as a part of the output of a packed projection, is not copied.
     """
     shape, strides = x.shape, x.stride()
     if x.is_contiguous():

@@ -11,9 +11,9 @@ be the moving averages of g and g². The update is computed in fp32::
 p is computed from the unrounded m and v. Then p, m and v are rounded to the dtypes of their tensors, either to nearest
 or stochastically. Stochastic rounding of x to bfloat16 adds a random integer r, uniform in [0, 2¹⁶), to the 32 bits of
 x, and keeps the upper 16 bits of the sum. The expected value of the rounded x is therefore x. Moments need stochastic
-rounding, too: if they were rounded to nearest, 0.999 · v would become v again. r is Philox(seed; element, tensor,
-step), so r depends neither on the grid nor on the global generators. 8-bit moments consist of codes and scales, which
-`moments` describes. 8-bit moments are always rounded stochastically.
+rounding, too: if 0.999 · v were rounded to nearest, the result would be v again. The random integer r is Philox(seed;
+element, tensor, step), so it depends neither on the grid of the launch nor on PyTorch's global generators. 8-bit
+moments consist of codes and scales, which `moments` describes. 8-bit moments are always rounded stochastically.
 
 The kernel finds the tensors in a table with one row per tensor. The table is copied to the device with every launch,
 because gradients have new addresses in every step. The host never waits for the device. The function is not registered
@@ -56,7 +56,10 @@ class Hyper(NamedTuple):
     step: int
 
     def factors(self) -> tuple[float, ...]:
-        """Compute the coefficients of the update's formulas, in fp64. The sign of the gradient affects only m."""
+        """Compute the coefficients of the update's formulas, in fp64.
+
+        With ``maximize``, only the formula of m changes, because v does not depend on the sign of the gradient.
+        """
         return (
             self.beta1,
             (self.beta1 - 1 if self.maximize else 1 - self.beta1),
@@ -210,7 +213,7 @@ def _update_codes(
 ):  # fmt: skip
     """Perform `_update` for 8-bit moments.
 
-    The index of an element is counted as if each row were padded to whole blocks of 128 elements.
+    Elements are numbered as if each row were padded to whole blocks of 128 elements.
     """
     # Compute the rows and columns of R blocks of 128 elements, [R, 128].
     R: tl.constexpr = BLOCK // 128

@@ -50,7 +50,7 @@ def store_weight_gradients(
     dw_ptr, program, is_query, is_key, dw1, dw2, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Sum a program's weight gradients, separately over its query heads and over its key heads.
+    """Sum a program's weight gradients over its query heads, and separately over its key heads.
 
     Both sums are stored in dw [programs, 2, D].
     """
@@ -64,7 +64,9 @@ def store_weight_gradients(
 
 
 def backward_launch(packed: Tensor, constants: dict[str, int], need_dw: bool, whole: bool = False) -> tuple[int, int]:
-    """Return how many programs share the tokens of a chunk of heads, and how many tokens a program processes at a time.
+    """Return how many programs share the work on a chunk of heads, and how many tokens a program processes at a time.
+
+    The programs of a chunk divide the tokens among them.
 
     Args:
         packed: [B, T, W], the packed projection.

@@ -11,9 +11,9 @@ The op rotates the second parts, as in `kernels.rope.rope`, in fp32, and copies 
 
     q'_h = [q_h[:N], rotate(q_h[N:])],   k_h = [kv_h[:N], rotate(k_rope)],   v_h = kv_h[N:]
 
-The results are the tensors that attention saves for its backward, so neither q nor kv stays in memory. The backward
-rotates by the opposite angle, and sums the gradient of ``k_rope`` over the heads, in fp32. The forward saves only the
-tables of cos and sin.
+Attention saves the results q', k and v for its backward, so q and kv need not stay in memory. The backward rotates by
+the opposite angle, and sums the gradient of ``k_rope`` over the heads, in fp32. The forward saves only the tables of
+cos and sin.
 
 Source: https://arxiv.org/abs/2405.04434.
 """

@@ -6,18 +6,18 @@ The forward is computed in fp32, with r = 1 / sqrt(mean(x²) + eps) and n = x ·
     z = cast((weight_offset + w) · n)          with scale_in_fp32=True (Gemma 3, OLMo 2)
     q, k = cast(rotated(z))                    rotated as in `rope`; v is copied
 
-cast rounds to the dtype of the projection. The mean is over one head. All query heads share one weight [D], and all key
-heads share another weight [D]. If the weights are as wide as the projections ([H · D] and [G · D], as in OLMo 2), one
-mean is over all query heads of a token, and another mean is over all key heads of the token.
+The function cast rounds to the dtype of the projection. The mean is over one head. All query heads share one weight
+[D], and all key heads share another weight [D]. If the weights are as wide as the projections ([H · D] and [G · D], as
+in OLMo 2), one mean is over all query heads of a token, and another mean is over all key heads of the token.
 
 In the backward of q, let dz be dq rotated back, and let s = dz · (weight_offset + w). The backward of k is the same::
 
     dx = r · (s − x · r² · mean(s · x)),   dw = Σ dz · n
 
-The forward saves the packed projection, from which the backward recomputes r. Attention saves the outputs of this op
-anyway, but the backward cannot use them instead of the packed projection: where a weight is 0, the outputs do not
-determine n. The weight gradients are summed in fp32: each program writes a partial sum, and `sum_partials` adds the
-partial sums.
+The forward saves the packed projection, from which the backward recomputes r. Attention saves q and k, the outputs of
+this op, anyway. The backward cannot use these outputs instead of the packed projection: where a weight is 0, the
+outputs do not determine n. The weight gradients are summed in fp32: each program writes a partial sum, and
+`sum_partials` adds the partial sums.
 
 Source: https://arxiv.org/abs/2010.04245, as in Qwen3 (https://arxiv.org/abs/2505.09388), Gemma 3
 (https://arxiv.org/abs/2503.19786) and OLMo 2 (https://arxiv.org/abs/2501.00656).
@@ -98,7 +98,7 @@ def _heads(chunk, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WHOL
 
 @triton.jit
 def _values(chunk, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr):
-    """Return what a program copies for a token: the value heads [ROWS, 1], the columns [1, 2 · BLOCK], and a mask."""
+    """Return which values a program copies for a token: the heads [ROWS, 1], the columns [1, 2 · BLOCK], and a mask."""
     row = tl.arange(0, ROWS)[:, None]
     value = chunk * SHARE + row
     column = tl.arange(0, 2 * BLOCK)[None, :]

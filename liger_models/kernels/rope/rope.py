@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE) of one tensor or, fused with the split, of the packed QKV projection.
+"""Rotary position embedding (RoPE) of one tensor, or of the packed QKV projection, which is split in the same kernel.
 
 In each head of each token, the first R of D elements are rotated in pairs (x1, x2), in fp32. R is called the rotary
 width. The other elements, and the values v, are copied::
@@ -82,9 +82,10 @@ def rope_qkv_reference(
 def choose(condition, a, b):
     """Return the pointers ``a`` where ``condition`` holds, and ``b`` elsewhere.
 
-    The pointers are selected as integers, because AMD's compiler rejects ``tl.where`` of pointers into two tensors.
-    Adding an offset to reach the other tensor does not work either, because offsets in a tensor of less than 2 GB are
-    truncated to 32 bits. On other GPUs, integer addresses compile to the same instructions as pointers.
+    The pointers are converted to integers before one is selected, because AMD's compiler rejects ``tl.where`` if the
+    two pointers are into different tensors. Adding an offset to reach the other tensor does not work either, because
+    offsets in a tensor of less than 2 GB are truncated to 32 bits. On other GPUs, integer addresses compile to the same
+    instructions as pointers.
     """
     return tl.where(condition, a.to(tl.int64), b.to(tl.int64)).to(a.dtype)
 
@@ -103,7 +104,8 @@ def load_angles(
 
 @triton.jit
 def _columns(D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the columns of x1 and of x2 for the D / 2 pairs of a head in half-split order, and a mask of the pairs.
+    """For the D / 2 pairs of a head in half-split order, return the columns of x1, the columns of x2, and a mask of the
+    pairs.
 
     All results are [1, BLOCK].
     """
@@ -243,7 +245,9 @@ def tables(cos: Tensor | None, sin: Tensor | None, stand_in: Tensor) -> tuple[Te
 
 
 def tiles(heads: int, head_dim: int, cos: Tensor | None) -> dict[str, int]:
-    """Return the constants of a launch over a token's heads, in which each program has BLOCK pairs of ROWS heads."""
+    """Return the constants of a launch in which each program processes ROWS heads of a token, with BLOCK pairs per
+    head.
+    """
     # The number of warps depends on the width of a head. A program has as many heads as its warps can hold.
     block = next_power_of_2(head_dim // 2)
     warps = min(max(block // PAIRS_PER_WARP, MIN_WARPS), MAX_WARPS)
