@@ -214,8 +214,7 @@ class LaunchPlan:
         return launch.places if self.bounded else min(launch.places, num_programs(q, per_sm))
 
     def columns(self, width: int) -> int:
-        """Return the number of columns of a tile of o, dq, dk or dv, whose heads have ``width`` columns.
-        """
+        """Return the number of columns of a tile of o, dq, dk or dv, whose heads have ``width`` columns."""
         return min(self.tiles.columns, max(next_power_of_2(width), 16))
 
     def workspace(self, like: Tensor) -> Tensor:

@@ -297,8 +297,7 @@ def are_few(x: Tensor, most: int) -> bool:
 
 
 def most_rows(weight: Tensor) -> int:
-    """Return how many rows an x in half precision may have for the kernels to support its product with this weight.
-    """
+    """Return how many rows an x in half precision may have for the kernels to support its product with this weight."""
     return MOST_SMALL_ROWS if weight.numel() <= SMALL else MOST_ROWS
 
 

@@ -177,8 +177,7 @@ def _gradients_like(x: Tensor, gate: Tensor, weight: Tensor | None) -> tuple[Ten
 
 
 def _rows_of(x: Tensor, groups: int) -> tuple[int, int]:
-    """For x [outer, H, D], return how many rows share a weight, and how many of these rows belong to each outer index.
-    """
+    """For x [outer, H, D], return how many rows share a weight, and how many of these rows each outer index has."""
     inner = 1 if groups > 1 else x.shape[1]
     return x.shape[0] * inner, inner
 
