@@ -1,4 +1,4 @@
-"""Merging of a checkpoint's chat templates.
+"""Merges the chat templates of a checkpoint.
 
 If a checkpoint has several templates, transformers writes the additional ones to a subfolder.
 """
@@ -16,7 +16,7 @@ ADDITIONAL = "additional_chat_templates/*.jinja"
 def join_templates(files: dict[str, bytes], additional: Mapping[str, bytes]) -> dict[str, bytes]:
     """Move all templates to tokenizer_config.json, from which transformers reads them, too.
 
-    If the files are saved, the checkpoint has no subfolder for additional templates.
+    If the returned files are saved, the checkpoint therefore has no subfolder for additional templates.
 
     Args:
         files: contents of the checkpoint's files by name.

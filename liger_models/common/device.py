@@ -1,4 +1,4 @@
-"""Choice of a device (by name, or the best that the machine has), and creation of empty tensors on a given device."""
+"""Chooses a device (by name, or the best that the machine has), and creates empty tensors on a given device."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """Keyword arguments that transformers has, and that this package lacks or names differently.
 
-For each of these arguments, there is a translation or advice.
+For each of these arguments, this module has a translation to this package's arguments, or advice for the user.
 """
 
 import difflib
@@ -15,7 +15,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Foreign(NamedTuple):
-    """The translation of one argument of transformers. An argument that is None always counts as not given.
+    """How one keyword argument of transformers is translated. An argument that is None always counts as not given.
 
     Attributes:
         todo: advice for the user, which is part of the error message.

@@ -1,4 +1,4 @@
-"""Lazy imports: when an exported name is first used, the package imports the module that defines the name."""
+"""Lazy imports: the package imports the module that defines an exported name only when the name is first used."""
 
 import ast
 import difflib
@@ -21,7 +21,8 @@ _EXPORTS: dict[str, list[str]] = {}
 
 
 class _Nearest(MetaPathFinder):
-    """Import hook that suggests the most similar name if ``name`` in ``from package import name`` is unknown.
+    """Import hook that suggests the most similar name if ``from package import name`` fails because the name is
+    unknown.
 
     If ``package`` has no attribute ``name``, Python discards the error message of the package's ``__getattr__``, and
     searches for a module ``package.name``. The hook therefore raises its own error during this search.

@@ -29,9 +29,10 @@ NamedTuples. The schema of the op is derived from the annotations of the fields:
     outputs = op(Inputs(x=x, norm=norm, weight=weight))
 
 `Op.differentiable` adds the backward, with two more NamedTuples: one for the saved values, and one for the gradients.
-The NamedTuple of gradients has two uses, so its fields are annotated as `Any`. A parameter annotated with ``Gradients``
-gets a NamedTuple that holds the gradients: each field is a ``Tensor | None``. A parameter annotated with
-``Annotated[Gradients, bool]`` gets a NamedTuple that says which gradients are needed: each field is a bool::
+The NamedTuple of gradients also serves to say which gradients are needed, so its fields are annotated as `Any`. A
+parameter annotated with ``Gradients`` gets a NamedTuple that holds the gradients: each field is a ``Tensor | None``. A
+parameter annotated with ``Annotated[Gradients, bool]`` gets a NamedTuple that says which gradients are needed: each
+field is a bool::
 
     class Gradients(NamedTuple):
         x: Any = None
@@ -225,7 +226,7 @@ def _type_name(hint: Any) -> str:
 def _join(
     head: tuple[Any, ...], tails: tuple[Sequence[Any] | None, ...], groups: list[tuple[Any, ...]]
 ) -> tuple[Any, ...]:
-    """Join the arguments without default values and the groups of arguments with default values.
+    """Return one tuple: the arguments without default values, then the groups of arguments with default values.
 
     The arguments of a group that is None get their default values. If the last groups are all None, they are left out.
     """
@@ -275,7 +276,7 @@ class Op(Generic[Inputs, Outputs]):
         arguments."""
 
     def _flat(self, function: Callable[[Inputs], Outputs]) -> Callable[..., Any]:
-        """Wrap a function so that it takes and returns flat arguments, as the dispatcher requires."""
+        """Wrap a function so that it takes flat arguments and returns flat values, as the dispatcher requires."""
         unflatten = self.inputs.unflatten
         if self.outputs is None:
             return lambda *arguments: function(unflatten(*arguments))
@@ -419,7 +420,7 @@ def define_op(
     `without_dispatcher`).
 
     The first parameters of ``backward`` get the gradients of the outputs. What each other parameter of ``backward``
-    gets depends on its name. If a parameter has the name of an input or an output, it gets the value of that input or
+    gets depends on its name. A parameter that has the name of an input or an output gets the value of this input or
     output, which the forward saves. A parameter ``need_<input>`` gets a bool that says whether this input needs a
     gradient. If the gradients of all outputs are missing, the inputs get no gradients, and ``backward`` is not called.
     If only some of these gradients are missing, a parameter annotated as ``Tensor | None`` gets None for a missing
@@ -597,8 +598,8 @@ def _function(name: str, forward: Callable[..., Any], backward: Callable[..., An
 def _no_derivative(name: str) -> tuple[Callable[..., Any], Callable[..., None]]:
     """Return ``backward`` and ``setup_context`` for an op without a derivative. The backward raises RuntimeError.
 
-    Without these two functions, autograd would treat the results of the op as constants. Second derivatives pass
-    through the ops that compute first derivatives, so the second derivatives would silently lack terms.
+    If an op had no such functions, autograd would treat its results as constants. Second derivatives pass through the
+    ops that compute first derivatives, so the second derivatives would silently lack terms.
     """
 
     def backward(ctx: Any, *d_outputs: Any) -> Any:
@@ -613,7 +614,7 @@ def _no_derivative(name: str) -> tuple[Callable[..., Any], Callable[..., None]]:
 def _autograd_kernel(op: Any, backward: Callable[..., Any], setup_context: Callable[..., None]) -> Callable[..., Any]:
     """Return the function that implements an op for the dispatch key Autograd.
 
-    The arguments are as in `register_autograd`.
+    The parameters have the same meaning as in `register_autograd`.
     """
     defaults = [argument.default_value for argument in op._schema.arguments]
     call = op._op  # avoids a Python frame
@@ -660,8 +661,8 @@ def register_autograd(
     """Register the backward of an op, with less work per call than ``torch.library.register_autograd``.
 
     The op must not have keyword-only arguments or lists of tensors. In every call, PyTorch's function fills in the
-    default values of arguments. To find them, it reads the whole schema once per argument, which takes about as much
-    host time as the rest of a forward. The function in this file reads the default values only once.
+    default values of arguments. To find these values, PyTorch reads the whole schema once per argument. This takes
+    about as much host time as the rest of a forward. The function in this file reads the default values only once.
 
     Args:
         name: name of an op in ``library``.

@@ -1,4 +1,4 @@
-"""Printing of untrusted text on a terminal, such as names in a checkpoint or text that a model generates."""
+"""Prints untrusted text on a terminal, such as names from a checkpoint or text that a model has generated."""
 
 import re
 import sys

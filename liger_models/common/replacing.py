@@ -12,7 +12,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
     If the ``with`` block raises an exception, the new file is removed and the old file stays. If the process is killed,
     both files stay. The new file has a unique name, so several processes, even on different machines, may write to
-    ``path`` at the same time. The file of one of these processes remains.
+    ``path`` at the same time. In the end, ``path`` is the file of one of these processes.
     """
     new = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.new")
     try:

@@ -22,7 +22,7 @@ try:
 except ImportError:  # without Triton, which has no wheel for some platforms, only the reference backend is available
 
     class _Absent:
-        """Takes the place of Triton if it is not installed, so that modules can still define kernels.
+        """Takes the place of Triton if Triton is not installed, so that modules can still define kernels.
 
         `use_triton` ensures that no kernel is launched.
         """
@@ -93,7 +93,7 @@ def reference_backend() -> Iterator[None]:
 def triton_assumed() -> Iterator[None]:
     """Return a context manager in which ops on tensors without values (meta, fake) choose their Triton backend.
 
-    The ops then save the same tensors for the backward as on an accelerator.
+    In this context, the ops save the same tensors for the backward as on an accelerator.
     """
     global _triton_assumed
     before, _triton_assumed = _triton_assumed, True
@@ -141,7 +141,9 @@ def is_differentiable(*tensors: Tensor | None) -> bool:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context manager that makes the device of ``x`` the current device, on which Triton launches kernels."""
+    """Return a context manager that makes the device of ``x`` the current device. Triton launches kernels on this
+    device.
+    """
     if x.device.type == "cuda":
         # Skip the checks of `torch.cuda.current_device`, which are unnecessary because a tensor is already on a GPU.
         return _SAME_DEVICE if torch._C._cuda_getDevice() == x.device.index else torch.cuda.device(x.device)

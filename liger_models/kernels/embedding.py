@@ -1,9 +1,9 @@
-"""The lookup of table rows by id, and the backward of the lookup, which sums the gradients of equal ids.
+"""Looks up table rows by id. The backward sums the gradients of equal ids.
 
 The forward is y_n = w[id_n]. In the backward, dw[v] is the sum of dy_n over all n with id_n = v, in fp32 and in the
 order of n. dw[v] is 0 if no id is v. The ids are sorted first, so that equal ids are neighbors. In a first kernel, each
-program goes through a chunk of `CHUNK` sorted ids. If all ids that name a row are in one chunk, the kernel writes the
-row's sum. If they extend over several chunks, the kernel writes a partial sum in fp32 for each of these chunks. A
+program goes through a chunk of `CHUNK` sorted ids. If all ids of a table row are in one chunk, the kernel writes the
+row's sum. If the ids extend over several chunks, the kernel writes a partial sum in fp32 for each of these chunks. A
 second kernel adds the partial sums of a row in the order of the chunks. There are no atomic additions, so repeated runs
 are bitwise identical.
 

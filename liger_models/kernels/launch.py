@@ -5,8 +5,8 @@ the rest of the launch. Triton chooses a compiled kernel by these properties: th
 of pointers, the block shapes of tensor descriptors, the values of constants, and whether an integer is 1 or a multiple
 of 16. `Kernel` keeps each compiled kernel that Triton has chosen under a key. The key consists of the dtypes of the
 tensors, the block shapes of tensor descriptors, all integers and constants, and the device. The key thus determines all
-of these properties except alignments. The kept kernels are therefore used only for launches in which all tensors begin
-at multiples of 16 bytes.
+of these properties except alignments. A kept kernel is therefore used only for launches in which all tensors begin at
+multiples of 16 bytes.
 
 Triton itself performs all other launches: launches of new kernels, launches on devices other than NVIDIA GPUs, launches
 with tensor subclasses, and launches that hooks observe.
@@ -98,7 +98,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
         return _get(self, grid)(*args, **options)
 
     def _keep(self, key: tuple[Any, ...], kernel: Any, given: int, options: dict[str, Any]) -> Any:
-        """Keep a kernel that Triton has just launched, and return it.
+        """Keep the compiled kernel that Triton has just launched, and return it.
 
         ``given`` is the number of arguments that the launch passed by position.
         """

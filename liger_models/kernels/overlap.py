@@ -31,7 +31,7 @@ _active = False
 def overlapping(active: bool = True) -> Iterator[None]:
     """Return a context manager in which kernels overlap or, with ``active=False``, do not overlap.
 
-    No kernel in this context may write to a weight. A weight is any tensor that is passed to `row_linear` as its
+    No kernel in this context may write to a weight. This holds for every tensor that is passed to `row_linear` as its
     weight.
     """
     global _active
@@ -68,6 +68,6 @@ def end_previous(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def await_previous(OVERLAPS: tl.constexpr):
-    """Call `start_next` and `end_previous`, in a kernel that loads nothing before the previous kernel ends."""
+    """Call `start_next` and `end_previous`, for a kernel that loads nothing before the previous kernel ends."""
     start_next(OVERLAPS)
     end_previous(OVERLAPS)

@@ -1,4 +1,4 @@
-"""Helpers for kernels and kernel launches that several folders use."""
+"""Helpers for kernels and their launches, shared by several folders."""
 
 from collections.abc import Sequence
 

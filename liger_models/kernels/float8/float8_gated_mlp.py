@@ -13,13 +13,13 @@ In the backward, dh is the gradient of the new residual stream. The steps run in
     du = A'(dp),   dn = q(du) @ q(Wgu),   dx = N'(dn) + dh
     dWgu = q(du)ᵀ @ q(N(h)),   dbgu = Σ_rows du
 
-For each of N(h), A(u) and du, one kernel computes and rounds the matrix. The unrounded matrices are stored only if a
+For N(h), A(u) and du, the kernel that computes the matrix also rounds it. The unrounded matrices are stored only if a
 recipe or a bias needs them. Weights are rounded in the forward and again in the backward, as in `float8_norm_linear`.
 
 The forward saves the same tensors as `gated_mlp` and, with one scale per operand, the largest absolute values of N(h),
 Wgu, A(u) and Wd. With ``recompute``, u is not saved, and large numbers of rows are processed in chunks, as in
-`gated_mlp`. A recipe with one scale per operand then has one scale for each operand and chunk. This scale is computed
-either from the rows of the chunk alone, or from all rows up to the end of the chunk.
+`gated_mlp`. With a recipe that has one scale per operand, each chunk of the operand then has its own scale. This scale
+is computed either from the rows of the chunk alone, or from all rows up to the end of the chunk.
 
 Source: https://arxiv.org/abs/2002.05202 (gated MLP), https://arxiv.org/abs/2209.05433 (float8 training).
 """

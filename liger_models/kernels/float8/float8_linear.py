@@ -13,8 +13,8 @@ weights::
     dW = q(dy)ᵀ @ q(N(h)),   db = Σ_rows dy
 
 If the norm is an RMSNorm, its kernel also rounds the normalized rows, so these rows exist only in float8. The backward
-recomputes these rows from h. q(W) is not saved: the forward rounds W by rows, and the backward needs W rounded by
-columns.
+recomputes these rows from h. q(W) is not saved, because the forward rounds W by rows, but the backward needs W rounded
+by columns.
 
 The forward saves the same tensors as `norm_linear` and, with one scale per operand, the largest absolute values of N(h)
 and W.

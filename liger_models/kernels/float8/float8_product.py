@@ -1,7 +1,7 @@
 """The float8 products of a projection, as steps of `norm_linear` and `gated_mlp`.
 
-The operands of each product are rounded right before the product, as `float8` describes. Three matrices are each
-computed and rounded by a single kernel: the normalized rows, the gated product, and the gradient of gate and up. The
+The operands of each product are rounded right before the product, as `float8` describes. For three matrices, the kernel
+that computes the matrix also rounds it: the normalized rows, the gated product, and the gradient of gate and up. The
 unrounded matrices are stored only if a recipe or a bias needs them.
 
 With one scale per operand, the forward finds the largest absolute values of the rows and of W, and the backward reuses
@@ -49,7 +49,7 @@ FLOAT8 = Argument("Tensor? {0}_codes=None, Tensor? {0}_inverse=None", tuple, flo
 
 @dataclass
 class Upstream:
-    """An upstream gradient [N, O] in three forms. Forms that are not used are None.
+    """Up to three forms of the same upstream gradient [N, O]. Forms that are not used are None.
 
     Attributes:
         dy: the gradient, not rounded.

@@ -10,10 +10,10 @@ from liger_models.kernels.dispatch import tl, triton
 def locate(cu_ptr, slot, documents, DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr):
     """Return the document of the block in ``slot``, the document's start and end, and the block's start and end.
 
-    The blocks of all documents are numbered, and the number of a block is its slot. If document n begins at token
-    ``start``, its first block has the slot start // BLOCK + n, and its other blocks have the next slots. With this
-    numbering, no two blocks have the same slot, whatever the lengths of the documents. If a slot has no tokens, the
-    start and the end of its block are equal.
+    Each block of each document has a number, which is called its slot. If document n begins at token ``start``, its
+    first block has the slot start // BLOCK + n, and its other blocks have the next slots. With this numbering, no two
+    blocks have the same slot, no matter how long the documents are. If there is no block in a slot, the returned start
+    and end of the block are equal.
     """
     lanes = tl.arange(0, DOCUMENTS)
     starts = tl.load(cu_ptr + lanes, mask=lanes < documents, other=0)

@@ -128,7 +128,8 @@ def scans_kernel(
 
 @triton.jit
 def _tile(tensor, i, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load a tile [ROWS, COLUMNS] of matrix i through the descriptor of a tensor that holds many matrices.
+    """Load a tile [ROWS, COLUMNS] of the i-th matrix in a tensor that holds many matrices, through the tensor's
+    descriptor.
 
     Elements outside the matrix are 0.
     """
@@ -137,7 +138,7 @@ def _tile(tensor, i, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _decays(total):
-    """Compute exp(total_i − total_j) for i ≥ j. Elements with i < j are limited to 1, but not masked."""
+    """Compute exp(total_i − total_j) for i ≥ j. For i < j, the result is not masked, but limited to 1."""
     return exp(tl.minimum(total[:, None] - total[None, :], 0.0))
 
 
@@ -277,9 +278,9 @@ def query_gradients_kernel(
 ):  # fmt: skip
     """For one chunk and key head, compute dq, and add the terms with states to the gradients of the running sums of g.
 
-    Some rows of q and k are multiplied elementwise by rows of a matrix product. These rows are loaded through
-    descriptors. If these rows were loaded through pointers, Triton would convert the layout of the whole product before
-    the sum.
+    Some rows of q and k are multiplied elementwise by rows of a matrix product. The rows of q and k are loaded through
+    descriptors. If they were loaded through pointers, Triton would convert the layout of the whole product before
+    summing.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:

@@ -88,8 +88,8 @@ def _times(left, right, PRECISION: tl.constexpr):
     """Compute left @ right as a batched matrix product with a batch size of 1.
 
     For each product that is not batched, Triton searches for all products that depend on it, and for all products on
-    which it depends. For the 40 products of an inverse, this search took half of the compilation time. For batched
-    products, Triton does not perform this search.
+    which it depends. For the 40 products from which an inverse is computed, this search took half of the compilation
+    time. For batched products, Triton does not perform this search.
     """
     return tl.reshape(tl.dot(left[None], right[None], input_precision=PRECISION), left.shape)
 
@@ -244,7 +244,7 @@ def scan(
     """Go through the chunks of a document in order, and store the output and the final state.
 
     With STORE_STATES (for the backward), store D and the state before each chunk, instead of the output and the final
-    state. There are few programs per multiprocessor, so each step must be short. For this reason, earlier kernels
+    state. There are few programs per multiprocessor, so each step must be short. To shorten the steps, earlier kernels
     compute everything that all columns share, and offsets within a chunk are 32-bit numbers.
     """
     n, head, key_head, v_columns = owned_columns(program, Hv, GROUP, DV, BLOCK_V)

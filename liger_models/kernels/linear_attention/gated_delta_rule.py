@@ -20,18 +20,18 @@ backward goes through the chunks in the opposite order. dS is the gradient of th
     dS ← e^G · dS + (scale · e^{G_i} · Q̂)ᵀ dO − (β · e^{G_i} · K̂)ᵀ dX
 
 The launch that computes dS also recomputes S and D, which do not depend on these gradients. The other gradients of a
-chunk arise in two ways: queries and keys read the state, and keys write to the state. ∘ is the elementwise product::
+chunk have two sources: queries and keys read the state, and keys write to the state. ∘ is the elementwise product::
 
     dQ̂ = scale · (e^{G_i} · dO Sᵀ + (E ∘ dO Dᵀ) K̂)
     R = e^{G_i} · dX Sᵀ + (E ∘ dX Dᵀ) K̂    (i > j),   dβ_i = dX_i·V_i − k̂_i·R_i
     W = e^{G − G_i} · D dSᵀ − (E ∘ dV Dᵀ)ᵀ K̂    (i > j),   dK̂ = W − β · R + scale · (E ∘ dO Dᵀ)ᵀ Q̂
 
-If several value heads share a key head, one program sums over these value heads. A first kernel sums E ∘ dO Dᵀ and β ·
-E ∘ dX Dᵀ. Two other kernels compute the terms with S and dS. They also multiply the sums from the first kernel by K̂
-and Q̂, and add these products to the terms. The operands of products are in the dtype of q, k and v, and the products
-are summed in fp32. The state and the decay are in fp32. The matrix products from which the inverse A is computed have
-errors of at most 2⁻¹⁶. The forward saves the inputs, and A in the dtype of the inputs. The backward recomputes P, S and
-D.
+If several value heads share a key head, one program sums over these value heads. A first kernel computes these sums of
+E ∘ dO Dᵀ and β · E ∘ dX Dᵀ. Two other kernels compute the terms with S and dS. They also multiply the sums from the
+first kernel by K̂ and Q̂, and add these products to the terms. The operands of products are in the dtype of q, k and v,
+and the products are summed in fp32. The state and the decay are in fp32. A, an inverse, is computed from matrix
+products whose errors are at most 2⁻¹⁶. The forward saves the inputs, and A in the dtype of the inputs. The backward
+recomputes P, S and D.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 
@@ -131,7 +131,7 @@ def gated_delta_rule_reference(
 
 
 class DeltaRule:
-    """The sizes, constants and inputs of one call of a delta rule. The inputs are stored as rows [B · T, ...].
+    """The sizes, constants and inputs of one call to a delta rule. The inputs are stored as rows [B · T, ...].
 
     Each rule has a derived class, which launches the kernels of the rule in `prepare`, `scan` and `differentiate`.
     """
@@ -174,8 +174,8 @@ class DeltaRule:
     def prepare(self, need_p: bool, inverse: Tensor | None = None) -> tuple[Tensor, ...]:
         """Compute A, P, the running sums of g, and further tensors that `scan` and `differentiate` need.
 
-        The first dimension of every result has one entry per head. ``inverse`` is A if A is already known, and
-        otherwise None.
+        The first dimension of every result has one entry per head. If A is already known, it is passed as ``inverse``;
+        otherwise ``inverse`` is None.
         """
         raise NotImplementedError
 
@@ -469,7 +469,7 @@ def check_delta_rule(
 
 
 def is_fused(k: Tensor, v: Tensor) -> bool:
-    """Return whether Triton kernels, instead of plain PyTorch, compute the rule.
+    """Return whether the rule is computed by Triton kernels instead of plain PyTorch.
 
     The kernels require an accelerator, half precision, head dimensions that fill whole 16-byte vectors, and keys with
     at most 128 columns. In float32, the backward kernels gave wrong results on a GPU, so float32 runs in plain PyTorch.
@@ -545,8 +545,8 @@ def gated_delta_transition(
 ) -> tuple[Tensor, Tensor]:
     """Compute A and b, which describe the effect of tokens on any state: ``state after = A @ state before + b``.
 
-    Ranks that hold consecutive parts of a sequence exchange A and b, whose sizes do not depend on the number of tokens.
-    `states_before` then computes the initial state of each rank.
+    If ranks hold consecutive parts of a sequence, they exchange A and b, whose sizes do not depend on the number of
+    tokens. `states_before` then computes the initial state of each rank.
 
     Args:
         k, v, g, beta, normalize: as in `gated_delta_rule`.

@@ -76,13 +76,15 @@ def in_chunks(
         since = (since + decay[..., first, :]).exp()
 
         def pairs(rows: Tensor) -> Tensor:
-            """Return the products of each row with all keys, scaled by the decays between their tokens, [.., C, C]."""
+            """Return the product of each row and each key, [.., C, C], scaled by the decay between their two tokens."""
             if by_channel:
                 return torch.einsum("bhik,bhjk,bhijk->bhij", rows, K, between)
             return rows @ K.mT * between[..., 0]
 
         def read_state(x: Tensor) -> Tensor:
-            """Multiply each row of x by its document's state from before this chunk, decayed up to the row's token."""
+            """Multiply each row of x by the state that its document had before this chunk, decayed up to the row's
+            token.
+            """
             x = x * since
             out = (x @ state) * carried
             if initial is not None:

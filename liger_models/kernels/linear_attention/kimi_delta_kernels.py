@@ -1,8 +1,8 @@
 """Kernels of the Kimi delta rule, for the operands and token pairs of each chunk, the scans, and the other gradients.
 
-The formulas are in the docstring of `kimi_delta_rule.py`. For each level of a chunk, a row also needs the running sum
-of its reference token, which belongs to another row. The kernels that go through the levels therefore read the running
-sums from memory.
+The formulas are in the docstring of `kimi_delta_rule.py`. For each level of pairs in a chunk, a row needs not only its
+own running sum of g, but also the running sum of its reference token, which is in another row. The kernels that go
+through the levels therefore read the running sums from memory.
 """
 
 from liger_models.kernels.dispatch import tl, triton
@@ -367,7 +367,7 @@ def _store_gradient(
     """Store the gradient of x [C, DK], where x is q or k.
 
     ``norm`` is the inverse L2 norm of x. ``raw_ptr`` points to a matrix that holds ``norm`` times the gradient of x ·
-    norm. ``along`` is the dot product of each row of this matrix with the same row of x · norm.
+    norm. ``along`` holds, for each row, the dot product of the row of this matrix and the row of x · norm.
     """
     tl.debug_barrier()  # wait, because other threads have stored what is read below
     index = tl.arange(0, C)
@@ -390,8 +390,8 @@ def kimi_query_gradients_kernel(
 ):  # fmt: skip
     """For one chunk and head, compute dq, dP scaled by norms, and the terms of dG that contain q̂.
 
-    Like the kernel for the keys, this kernel computes BLOCK channels at a time, because registers would spill with more
-    channels.
+    This kernel computes BLOCK channels at a time, as the kernel for the keys does. With more channels at a time,
+    registers would spill.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:

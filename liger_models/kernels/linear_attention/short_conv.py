@@ -1,7 +1,7 @@
 """Causal depthwise convolution over a few tokens, and the activation after it.
 
-The forward computes each channel in fp32. The inputs before the start of a sequence or document are taken from the
-initial state, or are 0::
+The forward computes each channel in fp32. Inputs before the start of a sequence or document are taken from the initial
+state. Without an initial state, they are 0::
 
     p_t = bias + Σ_j w_j · x_{t − K + 1 + j}      for j from 0 to K − 1
     y = cast(p · σ(p))                            or cast(p) without activation

@@ -12,8 +12,8 @@ def sums_kernel(
 ):  # fmt: skip
     """Store G · log2(e) and δ as [2, H, tokens]. G holds the running sums of g within each chunk.
 
-    A program computes HEADS heads of one chunk. G is stored with the factor log2(e) to save one multiplication for each
-    exponential in the other kernels.
+    A program computes HEADS heads of one chunk. The factor log2(e) is stored with G because this saves one
+    multiplication per exponential in the other kernels.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
@@ -38,7 +38,7 @@ def scan(
     """Go through the chunks of a document in order, and store the state before each chunk and after the last chunk.
 
     With REVERSE, go through the chunks in the opposite order, and store the gradients of the state after each chunk and
-    of the state before the first chunk. ``left`` and ``right`` are B and x. With REVERSE, they are C and dy.
+    of the state before the first chunk. ``left`` and ``right`` are B and x or, with REVERSE, C and dy.
     """
     # Find the document, the head, and the rows and columns of the state that the program computes.
     BLOCKS_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -151,7 +151,7 @@ def _load_tile(ptr, index, stride, count, WIDTH: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _load_state(ptr, N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, start=0):
-    """Load all rows of a state [N, P], and its BLOCK_P columns from column ``start`` on."""
+    """Load the BLOCK_P columns from column ``start`` on, with all rows, of a state [N, P]."""
     rows, columns = tl.arange(0, BLOCK_N)[:, None], start + tl.arange(0, BLOCK_P)[None, :]
     if N == BLOCK_N and P % BLOCK_P == 0:
         return tl.load(ptr + (rows * P + columns))
@@ -321,8 +321,9 @@ def head_gradients_kernel(
     """For HEADS heads, compute dx, dδ, partial sums of dD, and the gradient of each C_i · B_j, summed over these heads.
 
     A chunk has two tiles of tokens and three programs: one program for each tile, and one for the pairs of tokens in
-    different tiles. The decays between tokens depend on the running sums of g, so the kernel also computes what these
-    decays add to the gradients of the running sums. ``d_sums`` [3, H, tokens] holds three sums over pairs for each
+    different tiles. The decays between tokens depend on the running sums of g. The kernel therefore also computes what
+    these decays add to the gradients of the running sums. ``d_sums`` [3, H, tokens] holds three sums over pairs for
+    each
     token: (1) over its pairs with earlier tokens of the same tile, (2) over its pairs with later tokens of the same
     tile, and (3) over its pairs with tokens of the other tile.
     """

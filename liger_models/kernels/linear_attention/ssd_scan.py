@@ -1,4 +1,4 @@
-"""State-space scan of Mamba-2: linear attention in which the state of a head has one decay per token.
+"""State-space scan of Mamba-2: linear attention in which each head has one decay per token for its whole state.
 
 S [N, P] is the state of a head, x [P] is its input, and B and C [N] are shared by the heads of a group. δ is the step
 size, and g = A · δ is the logarithm of the decay. The forward computes, for each head and token, in fp32::
@@ -12,24 +12,25 @@ belongs to one token::
     M_ij = C_i·B_j · E_ij · δ_j,   Y = M X + e^{G_i} · C S + D · X,   S ← e^G · S + Bᵀ (δ · e^{G − G_i} · X)
 
 A first kernel computes the running sums G_i. A second kernel goes through the chunks in order and stores the state
-before each chunk. Each program of this kernel holds some columns of the state of one head in registers. A third kernel
-computes Y of all chunks. In the backward, one launch recomputes these states. The same launch goes through the chunks
-in the opposite order to compute the gradient of the state after each chunk, dS ← e^G · dS + (e^{G_i} · C)ᵀ dY. Then::
+before each chunk. Each program of the second kernel holds some columns of the state of one head in registers. A third
+kernel computes Y of all chunks. In the backward, one launch recomputes these states. The same launch goes through the
+chunks in the opposite order to compute the gradient of the state after each chunk, dS ← e^G · dS + (e^{G_i} · C)ᵀ dY.
+Then::
 
     U = (C·Bᵀ ∘ E)ᵀ dY + e^{G − G_i} · B dS,   dX = δ · U + D · dY,   dδ_i = x_i·U_i,   dD = Σ_i dy_i·x_i
     W_ij = Σ_heads dy_i·x_j · E_ij · δ_j
     dC = W B + Σ_heads e^{G_i} · dY Sᵀ,   dB = Wᵀ C + Σ_heads δ · e^{G − G_i} · X dSᵀ
 
-In the backward, a chunk has two tiles of tokens, and exponentials are computed only for pairs of tokens in the same
-tile. Let m be the last token of the first tile. For a token j of the first tile and a token i of the second tile, the
-decay from j to i is the product of the decay from j to m and the decay from m to i, which are both at most 1: E_ij =
-e^{G_i − G_m} · e^{G_m − G_j}.
+In the backward, the tokens of a chunk are divided into two tiles. An exponential per pair of tokens is computed only
+for two tokens of the same tile. Let m be the last token of the first tile. For a token j of the first tile and a token
+i of the second tile, the decay from j to i is the product of the decay from j to m and the decay from m to i, which are
+both at most 1: E_ij = e^{G_i − G_m} · e^{G_m − G_j}.
 
 Every decay from a token before k to token k or to a later token contains the decay of token k as a factor. dg_k is
-therefore a sum over all these decays, in fp32. The diagonal of M has no decay and is left out of this sum. The operands
-of products are in the dtype of x, and the products are summed in fp32. If a group has more than `MOST_HEADS` heads, the
-heads are split among several programs, each of which sums dB and dC over its heads. A final sum in fp32 adds the
-results of the programs. The forward saves only the inputs.
+therefore a sum over all these decays, in fp32. The elements on the diagonal of M contain no decay, so they are left out
+of this sum. The operands of products are in the dtype of x, and the products are summed in fp32. If a group has more
+than `MOST_HEADS` heads, the heads are split among several programs, each of which sums dB and dC over its heads. A
+final sum in fp32 adds the results of the programs. The forward saves only the inputs.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 
@@ -511,8 +512,8 @@ def ssd_scan_packed(
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute `ssd_scan` for x, B and C that are packed in one tensor. The gradients of x, B and C are also written as
-    one tensor.
+    """Compute `ssd_scan` for x, B and C that are packed in one tensor. The gradients of x, B and C are written as one
+    tensor, too.
 
     Args:
         packed: [B, T, H · P + 2 · G · N], where the columns of x come first, then the columns of B, then the columns of
@@ -557,7 +558,7 @@ def ssd_transition(
 ) -> tuple[Tensor, Tensor]:
     """Compute ``a`` and ``b`` in ``state after = a · state before + b``.
 
-    ``a`` and ``b`` describe the effect of the tokens on any state. Ranks that hold consecutive parts of a sequence
+    ``a`` and ``b`` describe the effect of the tokens on any state. If ranks hold consecutive parts of a sequence, they
     exchange ``a`` and ``b``, whose sizes do not depend on the number of tokens. `states_before` of
     `gated_delta_rule.py` then computes the initial state of each rank.
 

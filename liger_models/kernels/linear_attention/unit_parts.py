@@ -1,8 +1,8 @@
 """Splits a packed projection into its parts. The columns of the projection are grouped by unit.
 
-The projection x [B, T, U · R] has R columns for each of U units. The R columns of a unit consist of some columns of
-every part. An output holds one part, or several parts one after the other. Within a part, the columns of unit 0 come
-first, then the columns of unit 1, and so on. Each part can be multiplied by its own factor, in fp32::
+The projection x [B, T, U · R] has R columns for each of U units. Every part has some of the R columns in each unit. An
+output holds one part, or several parts one after the other. Within a part, the columns of unit 0 come first, then the
+columns of unit 1, and so on. Each part can be multiplied by its own factor, in fp32::
 
     y[part, u, i] = cast(scale · x[u, start of the part in a unit + i])
 
@@ -53,7 +53,8 @@ def _unit_parts_kernel(
 
     Part p has SIZES[p] columns per unit, which start at column STARTS[p] of the unit. For all units together, part p
     has WIDTHS[p] columns, which start at column COLUMNS[p] of output OUTPUTS[p]. This output has TOTALS[p] columns. A
-    group of TOKENS tokens has PROGRAMS programs, and FIRST[p] is the index of the first of them that moves part p.
+    group of TOKENS tokens has PROGRAMS programs. FIRST[p] is the index of the first of these programs that moves part
+    p.
     """
     group, program = tl.program_id(0) // PROGRAMS, tl.program_id(0) % PROGRAMS
     token = group.to(tl.int64) * TOKENS
@@ -151,7 +152,7 @@ FORWARD = define_op(
 def unit_parts(
     x: Tensor, units: int, outputs: Sequence[Sequence[int]], scales: Sequence[float] | None = None
 ) -> tuple[Tensor, ...]:
-    """Split a packed projection, whose columns are grouped by unit, into outputs of one or several parts each.
+    """Split a packed projection, whose columns are grouped by unit, into outputs. Each output has one or several parts.
 
     Args:
         x: [B, T, U · R], float32, float16 or bfloat16.

@@ -146,7 +146,7 @@ def fused_loss_fake(x: Tensor, weight: Tensor, needs: HeadNeeds) -> tuple[HeadGr
 
 
 def gradients_fake(x: Tensor, weight: Tensor, needs: HeadNeeds) -> HeadGradients:
-    """For a per-token loss, return the gradients of x, weight and bias as fake tensors in the dtypes of these inputs."""
+    """Return fake gradients of x, weight and bias for a per-token loss, each in the dtype of its input."""
     return HeadGradients(
         torch.empty_like(x, memory_format=torch.contiguous_format) if needs.x else x.new_empty(0),
         weight.new_empty(weight.shape if needs.weight else 0),
