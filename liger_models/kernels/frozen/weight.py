@@ -280,7 +280,7 @@ class Format:
     def slices(
         self, tensors: dict[str, Tensor], shape: torch.Size, layout: list[int], dim: int, ranks: int
     ) -> tuple[dict[str, Tensor], list[int], dict[str, int]]:
-        """Rearrange the tensors from `pack` so that each slice of the weight consists of equal parts of these tensors.
+        """Rearrange the tensors from `pack` so that dividing them into equal parts gives the slices of the weight.
 
         Args:
             tensors: tensors of the whole weight.

@@ -29,9 +29,9 @@ chunk have two sources: queries and keys read the state, and keys write to the s
 If several value heads share a key head, one program sums over these value heads. A first kernel computes these sums of
 E ∘ dO Dᵀ and β · E ∘ dX Dᵀ. Two other kernels compute the terms with S and dS. They also multiply the sums from the
 first kernel by K̂ and Q̂, and add these products to the terms. The operands of products are in the dtype of q, k and v,
-and the products are summed in fp32. The state and the decay are in fp32. A, an inverse, is computed from matrix
-products whose errors are at most 2⁻¹⁶. The forward saves the inputs, and A in the dtype of the inputs. The backward
-recomputes P, S and D.
+and the products are summed in fp32. The state and the decay are in fp32. The inverse A is computed from matrix products
+whose errors are at most 2⁻¹⁶. The forward saves the inputs, and A in the dtype of the inputs. The backward recomputes
+P, S and D.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 

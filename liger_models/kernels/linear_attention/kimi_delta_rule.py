@@ -34,10 +34,10 @@ of a chunk are::
     dG_i = q̂_i ∘ dq̂_i − k̂_i ∘ (β_i R_i + W_i),   dG ← dG + e^G ∘ rowsum(S ∘ dS) + Σ_j k̂_j ∘ e^{G − G_j} ∘ (D dSᵀ)_j
 
 The sums over pairs are computed level by level, like P. Each pair of tokens contributes two terms to dG, one at each of
-its tokens. In the gradient of each g from before both tokens, the two terms must cancel. Both are therefore computed
-from the same rounded numbers. The operands of products are in the dtype of q, k and v, and the products are summed in
-fp32. The state and the decay are in fp32. The forward saves the inputs, and A in the dtype of the inputs. The backward
-recomputes everything else.
+its tokens. The two terms must cancel in the gradient of each g that comes before both tokens. Both are therefore
+computed from the same rounded numbers. The operands of products are in the dtype of q, k and v, and the products are
+summed in fp32. The state and the decay are in fp32. The forward saves the inputs, and A in the dtype of the inputs. The
+backward recomputes everything else.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 

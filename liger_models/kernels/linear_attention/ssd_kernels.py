@@ -323,9 +323,8 @@ def head_gradients_kernel(
     A chunk has two tiles of tokens and three programs: one program for each tile, and one for the pairs of tokens in
     different tiles. The decays between tokens depend on the running sums of g. The kernel therefore also computes what
     these decays add to the gradients of the running sums. ``d_sums`` [3, H, tokens] holds three sums over pairs for
-    each
-    token: (1) over its pairs with earlier tokens of the same tile, (2) over its pairs with later tokens of the same
-    tile, and (3) over its pairs with tokens of the other tile.
+    each token: (1) over its pairs with earlier tokens of the same tile, (2) over its pairs with later tokens of the
+    same tile, and (3) over its pairs with tokens of the other tile.
     """
     role, slot = tl.program_id(0) % 3, (tl.program_id(0) // 3).to(tl.int64)
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0) // 3, documents, DOCUMENTS, C)

@@ -108,7 +108,7 @@ def load_B(B_ptr, row, N, R, RANKS: tl.constexpr):
 
 @triton.jit
 def low_rank_row(B, low_ptr, R, RANKS: tl.constexpr, LOW: tl.constexpr):
-    """For a single row of x, compute ROWS elements of the low-rank term from the same rows of B, ``B`` [ROWS, RANKS].
+    """For a single row of x, compute ROWS elements of the low-rank term. ``B`` [ROWS, RANKS] is the part of B for them.
 
     ``low_ptr`` points to x @ Aᵀ. If LOW is "awaited", the kernel that computes x @ Aᵀ may still be running.
     """
@@ -297,7 +297,7 @@ def are_few(x: Tensor, most: int) -> bool:
 
 
 def most_rows(weight: Tensor) -> int:
-    """Return how many rows an x in half precision may have for the kernels to support its product with this weight."""
+    """Return the maximum number of rows for which the kernels support this weight and an x in half precision."""
     return MOST_SMALL_ROWS if weight.numel() <= SMALL else MOST_ROWS
 
 
