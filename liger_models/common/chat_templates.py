@@ -14,7 +14,7 @@ ADDITIONAL = "additional_chat_templates/*.jinja"
 
 
 def join_templates(files: dict[str, bytes], additional: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Move all templates to tokenizer_config.json, from which transformers reads them, too.
+    """Move all templates to tokenizer_config.json. transformers reads templates from this file, too.
 
     If the returned files are saved, the checkpoint therefore has no subfolder for additional templates.
 

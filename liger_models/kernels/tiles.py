@@ -38,8 +38,8 @@ def scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
 def cdiv(a: int, b: int) -> int:
     """Return ``a / b``, rounded up.
 
-    This function and `next_power_of_2` take a tenth of the time of Triton's functions, which also support kernel
-    constants. A forward calls the two functions hundreds of times.
+    This function and `next_power_of_2` take a tenth of the time of Triton's functions with these names, which also
+    support kernel constants. A forward calls the two functions hundreds of times.
     """
     return -(-a // b)
 

@@ -16,8 +16,8 @@ The backward runs in fp32 and recomputes ``a`` with the same cast::
                  z(g) = √(2/π) · (g + 0.044715 · g³)     since (1 + tanh(z)) / 2 = σ(2z)
     gelu         act(g) = g · Φ(g)                       act'(g) = Φ(g) + g · φ(g)
 
-Only gate_up is saved for the backward. On request, the backward kernel also writes y, from which the weight gradient of
-the next projection is computed.
+Only gate_up is saved for the backward. On request, the backward kernel also writes y, because the weight gradient of
+the next projection is computed from y.
 
 Source: https://arxiv.org/abs/2002.05202, https://arxiv.org/abs/1606.08415.
 """

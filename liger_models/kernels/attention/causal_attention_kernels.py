@@ -1,8 +1,8 @@
 """The kernels of causal attention. Their formulas and their order are in the docstring of `causal_attention.py`.
 
-In every kernel, a program first finds out which tile is its own, and then computes this tile. A kernel takes the fields
-of a `Part` as separate arguments (``T, S, kv_head, query_head, query_heads, query, tiles, width``) and builds the
-`Part` from them. All kernels use these names::
+In every kernel, a program first determines which tile it must compute, and then computes this tile. A kernel takes the
+fields of a `Part` as separate arguments (``T, S, kv_head, query_head, query_heads, query, tiles, width``) and builds
+the `Part` from them. All kernels use these names::
 
     batch, head    row of the batch, and query head; the KV head is ``head // GROUP``
     place          index of a tile in the workspace, see `workspace.py`
@@ -101,8 +101,9 @@ def sums_kernel(
 ):  # fmt: skip
     """For each query, write one m for all its weights, and the inverse of the sum of these weights ([B, H, T] each).
 
-    SUMS_PROGRAMS programs share a tile of queries. Each of them computes both results for all queries of the tile.
-    Weights that were written with another m are rescaled, and each program rescales a part of them.
+    SUMS_PROGRAMS programs share a tile of queries. Each of these programs computes m and the inverse of the sum for all
+    queries of the tile. Weights that were written with a different m are rescaled; each of the programs rescales a part
+    of these weights.
     """
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     slot = tl.program_id(1)

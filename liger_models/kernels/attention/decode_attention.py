@@ -20,9 +20,9 @@ Keys have D columns, and values have V columns. In latent attention, the values 
 A program then reads only the keys, and computes two products with the queries: one for the first V columns of the keys,
 and one for the other D − V columns.
 
-Heads that share keys are rows of the same matrix product, so that each key is read once. The number of programs depends
-only on the shapes. Each program reads ``lengths`` on the device to find its keys, so a launch that was captured in a
-CUDA graph works for all lengths. There is no backward.
+Query heads that share keys are rows of the same matrix product, so that each key is read only once. The number of
+programs depends only on the shapes. Each program reads ``lengths`` on the device to find its keys, so a launch that was
+captured in a CUDA graph works for all lengths. There is no backward.
 
 Source: https://arxiv.org/abs/1805.02867, https://pytorch.org/blog/flash-decoding, https://arxiv.org/abs/2309.06180.
 """

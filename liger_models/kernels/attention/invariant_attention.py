@@ -7,13 +7,13 @@ document, and last_i is the token's own position. The score of key j is s_j = sc
     lse = log(Σ_j exp(s_j) + exp(z))
     o   = Σ_j exp(s_j − lse) · v_j
 
-The keys of a document are read in blocks, and the first block starts with the document's first token. A single program
-reads all blocks that a token sees, one after the other. The program computes the results of a group of heads that share
-keys, for a few tokens. If these tokens belong to several documents, the program reads the blocks of each document. If a
-block contains a key that a token does not see, the token's sums are multiplied by 1 and increased by 0 for this key, so
-they do not change. The result therefore does not depend on the other tokens of the program, or on whether the keys are
-contiguous or in pages. All matrix products have the same number of rows, because a different number of rows might
-select different instructions, which add in a different order.
+The keys of a document are read in blocks, and the first block starts with the document's first token. All blocks with
+keys that a token sees are read by a single program, one after the other. The program computes the results of a group of
+heads that share keys, for a few tokens. If these tokens belong to several documents, the program reads the blocks of
+each document. If a block contains a key that a token does not see, the token's sums are multiplied by 1 and increased
+by 0 for this key, so they do not change. The result therefore does not depend on the other tokens of the program, or on
+whether the keys are contiguous or in pages. All matrix products have the same number of rows: with a different number
+of rows, other instructions might run, which might add in a different order.
 
 There is no backward. `layers.attention` runs the backward of ordinary attention.
 

@@ -7,8 +7,8 @@ flash-attention kernel computes the log-sum-exp l and the output o, both without
     l'_i = log(exp(l_i) + exp(z))
     y_i = exp(l_i − l'_i) · o_i = σ(l_i − z) · o_i
 
-In the backward, a flash-attention kernel gets y and l' instead of o and l. The kernel then recomputes P'_ij = exp(s_ij
-− l'_i) and dS. From dS, the kernel computes dq, dk and dv in the same way as without a sink::
+In the backward, y and l' are passed to a flash-attention kernel in place of o and l. The kernel then recomputes P'_ij =
+exp(s_ij − l'_i) and dS. From dS, the kernel computes dq, dk and dv in the same way as without a sink::
 
     dS_ij = P'_ij · (dy_i · v_j − dy_i · y_i)
     dz = −Σ_i exp(z − l'_i) · (dy_i · y_i)
@@ -293,7 +293,7 @@ FORWARD = define_op(
 
 
 def is_fused(q: Tensor) -> bool:
-    """Return whether `sink_attention` runs flash-attention kernels, which do not store scores, for a given q.
+    """Return whether `sink_attention` runs flash-attention kernels for q. These kernels do not store scores.
 
     On accelerators, q must have half precision and a head dimension of at most 256.
     """

@@ -1,13 +1,14 @@
 """Layout of the workspace of `causal_attention`: which tiles of attention weights a launch writes, and where.
 
 The workspace is a stack of tiles [BLOCK_M queries, BLOCK_N keys]. The index of a tile in the stack is its *place*. One
-launch fills the workspace for a part of the queries and for some query heads, which are called the *slots* of the
-launch. A tile has a place only if one of its queries sees one of its keys, so a later query tile has more places than
-an earlier one. Query tiles are paired such that every pair sees about the same number of keys in total. The places of a
-slot then form a rectangle. If the number of query tiles is even, the last tile is paired with the first, the second to
-last with the second, and so on. If the number of query tiles is odd, the last tile has no partner, and the other tiles
-are paired in the same way. For example, query tiles 0 to 4 make 3 pairs with 5 places each. The table shows which query
-tile each place belongs to. The key tiles of a query tile are at consecutive places, in order::
+launch fills the workspace for a part of the queries and for some query heads. These query heads are called the *slots*
+of the launch. A tile has a place only if one of its queries sees one of its keys. Later queries see more keys, so a
+later query tile has more places than an earlier query tile. Query tiles are paired such that every pair sees about the
+same number of keys in total. The places of a slot then form a rectangle. If the number of query tiles is even, the last
+tile is paired with the first, the second to last with the second, and so on. If the number of query tiles is odd, the
+last tile has no partner, and the other tiles are paired in the same way. For example, query tiles 0 to 4 make 3 pairs
+with 5 places each. The table shows which query tile each place belongs to. The key tiles of a query tile are at
+consecutive places, in order::
 
     pair 0    4 4 4 4 4
     pair 1    3 3 3 3 0
@@ -103,8 +104,8 @@ def tile_at(
 ):  # fmt: skip
     """Return the batch row, query head, first query, first key and visibility of the tile at a place.
 
-    With bounds (a window or documents), a tile is visible if one of its queries may see one of its keys. Without
-    bounds, all tiles count as visible.
+    With bounds (a window or documents), a tile is visible if at least one of its queries may see at least one of its
+    keys. Without bounds, all tiles count as visible.
     """
     pairs = (part.tiles + 1) // 2
     pair = place // part.width % pairs

@@ -1,7 +1,7 @@
 """Rounding of matrices to float8, and products of the rounded matrices.
 
-A matrix has one scale, or one scale per row. MAX is the largest number that the float8 format represents, and max(|x|)
-is over the whole matrix or over the row. With ``power_of_2``, s is rounded down to a power of 2::
+A matrix has one scale, or one scale per row. MAX is the largest number in the float8 format. max(|x|) is over the whole
+matrix, or over the row if each row has a scale. With ``power_of_2``, s is rounded down to a power of 2::
 
     s = MAX / max(|x|)
     q = float8(x · s)
@@ -484,7 +484,7 @@ def round_matrix(
 ) -> tuple[Float8, Float8]:
     """Round an operand as the recipe specifies, and return it by rows and by columns.
 
-    Only the results that are requested by ``rows`` and ``columns`` may be used.
+    ``rows`` and ``columns`` say which of these results are requested. The caller may use only requested results.
 
     Args:
         matrix: [N, C].
@@ -554,7 +554,9 @@ def round_gradient(
 
 
 def round_known(x: Tensor, dtype: torch.dtype, amax: Tensor) -> Tensor:
-    """Round x [R, K] to a float8 dtype with one scale, which is computed from the known amax [1] in fp32."""
+    """Round x [R, K] to a float8 dtype with one scale. The scale is computed from ``amax`` [1] in fp32, which must be
+    known.
+    """
     if use_triton(x):
         by_rows, _, _ = round_tiles(plain(x), amax, dtype, False, rows=True, columns=False)
         assert by_rows is not None
@@ -658,7 +660,8 @@ def pad_columns(data: Tensor) -> Tensor:
 def scaled_product(a: Float8, b: Float8, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """Compute ``a @ bᵀ`` [M, N] in ``dtype`` from rounded matrices ``a`` [M, K] and ``b`` [N, K].
 
-    N must be a multiple of 16. With ``fast``, NVIDIA's hardware keeps fewer bits of the sums, which suffices for y.
+    N must be a multiple of 16. With ``fast``, NVIDIA's hardware keeps fewer bits of the sums. This precision suffices
+    for y.
     """
     M, N = a.data.shape[0], b.data.shape[0]
     if M == 0 or a.data.shape[1] == 0:

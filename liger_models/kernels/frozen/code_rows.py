@@ -19,12 +19,12 @@ multiply and add. The operands of matrix units hold neighboring weights as pairs
   and rounding the products takes three instructions.
 
 One instruction of the matrix units computes A [16, 16] @ B [16, 8], and adds it to 16 · 8 sums. If x has several rows,
-each row of A is a row of W, and each column of B is a row of x. With a single row of x, this layout would leave seven
-columns of B unused, and a warp would read 64 bytes of each of eight rows of W at a time. For a single row, the columns
-of W are therefore split among eight groups, each of which consists of four lanes. Rows n and n + 8 of A hold two rows
-of W, and column n of B holds x. In all three, only the elements at the columns of group n are held. The diagonal of the
-result then holds the sums that are needed, and the other elements are not used. The columns that a group handles can be
-chosen freely, so a warp can read 512 contiguous bytes of a row of W.
+the rows of A are rows of W, and the columns of B are rows of x. With a single row of x, this layout would leave seven
+columns of B unused. A warp would also read only 64 contiguous bytes at a time, from each of eight rows of W. For a
+single row, the columns of W are therefore split among eight groups, each of which consists of four lanes. Rows n and n
++ 8 of A hold two rows of W, and column n of B holds x. In all three, only the elements at the columns of group n are
+held. The diagonal of the result then holds the sums that are needed, and the other elements are not used. The columns
+that a group handles can be chosen freely, so a warp can read 512 contiguous bytes of a row of W.
 
 Source: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma.
 """
@@ -73,8 +73,8 @@ def fill(*, first_is_upper: bool, size: int = 2) -> str:
     copy. If a number has 4 bytes, lanes n and n + 16 share a copy of the table. Consecutive pairs of a copy are 128
     bytes apart. A byte has 256 possible values. Each thread handles the 16 values that have the same lower four bits.
     For each of these values, the thread fills 16 bytes with copies of the pair. With more than 128 threads, several
-    threads write the same bytes. The first number of a pair is that of the byte's upper half if ``first_is_upper`` is
-    set, and otherwise that of the lower half.
+    threads write the same bytes. If ``first_is_upper`` is set, the first number of a pair belongs to the byte's upper
+    half. Otherwise, it belongs to the lower half.
     """
     bits = f"b{8 * size}"
     ptx = f"{{.shared .align 128 .b8 pairs[32768];\n.reg .b32 n, a, v; .reg .b64 p; .reg .{bits} upper, lower;\n"
@@ -203,8 +203,8 @@ def _several_step(kind: str, tiles: int) -> str:
 def _single_step(kind: str, *, whole: bool) -> str:
     """Return PTX that multiplies 512 bytes of eight rows of W by a single row of x.
 
-    A lane has 16 contiguous bytes of each row of W. With the kind "two_scales", a lane instead has 8 bytes from each
-    half of the 512 bytes, because 16 contiguous bytes may have two scales. With ``whole``, either all lanes of a warp
+    A lane has 16 contiguous bytes of each row of W. For the kind "two_scales", 16 contiguous bytes may have two scales.
+    A lane therefore has 8 bytes from each half of the 512 bytes instead. With ``whole``, either all lanes of a warp
     have bytes left, or none of them do.
 
     The operands are, in this order::

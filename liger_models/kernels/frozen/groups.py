@@ -107,7 +107,7 @@ def group_rounded(numbers, HALF: tl.constexpr):
 
 @triton.jit
 def load_pieces(code_ptr, pieces, NUMBERS: tl.constexpr, PIECES: tl.constexpr, LARGE: tl.constexpr):
-    """Load the codes of PIECES pieces [PIECES, 1]. A piece is an integer that holds NUMBERS codes, which share a scale.
+    """Load the codes of PIECES pieces [PIECES, 1]. A piece is an integer that holds NUMBERS codes with the same scale.
 
     Each thread has whole pieces, so threads exchange no data. Neighboring threads have neighboring pieces, so together
     they read and write contiguous memory. The results are::

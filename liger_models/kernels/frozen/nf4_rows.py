@@ -8,12 +8,12 @@ scale::
 `nf4_dense` rounds the products table · scale. The kernels in this file do not round these products, so y is closer to
 the exact result.
 
-For up to `MOST_LOOKUPS` rows of x, a kernel in PTX looks up both numbers of a byte of codes with two instructions. One
-instruction turns the byte into an address, and the other reads the pair of numbers. The numbers are in the order in
-which the matrix units take them. Shared memory holds each of the 256 pairs 32 times, once in each bank. All lanes of a
-warp can therefore read their pairs in one access, no matter which bytes they look up. The matrix units compute products
-with eight columns. If x has more than two rows, each of these columns is a row of x. If x has one or two rows, each of
-the columns holds one block of a row of x, and zeros in place of the row's other blocks.
+A byte holds two codes. For up to `MOST_LOOKUPS` rows of x, a kernel in PTX looks up the numbers of both codes with two
+instructions: one instruction turns the byte into an address, and the other reads the pair of numbers. The numbers are
+in the order in which the matrix units take them. Shared memory holds each of the 256 pairs 32 times, once in each bank.
+All lanes of a warp can therefore read their pairs in one access, no matter which bytes they look up. The matrix units
+compute products with eight columns. If x has more than two rows, each of these columns is a row of x. If x has one or
+two rows, each of the columns holds one block of a row of x, and zeros in place of the row's other blocks.
 
 If the kernel in PTX does not support the number of rows, the GPU or the dtype, a kernel in plain Triton runs. On NVIDIA
 GPUs from Ampere on, the Triton kernel looks the numbers up in registers.
@@ -155,7 +155,7 @@ def _pairs() -> str:
     """Return PTX that looks up both numbers of each of the four bytes in $4.
 
     $0 and $1 are set to the first numbers of the bytes, and $2 and $3 to the second numbers. One `prmt` instruction
-    looks up one byte of each of four numbers, in eight entries of the table.
+    looks up one byte for each of four numbers, and covers eight entries of the table.
     """
     ptx = "{\n.reg .b32 s, m, a, b, h, l;\nand.b32 s, $4, 0x77777777;\n"
     ptx += "shr.u32 m, $4, 1; lop3.b32 m, m, 0x44444444, 0x32103210, 0xEA;\n"

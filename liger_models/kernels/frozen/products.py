@@ -66,7 +66,7 @@ def product(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
 def few_rows(
     x: Tensor, weight: Weight, bias: Tensor | None, act: str = "", low_rank: LowRank | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """Compute y (`product` plus the low-rank term) and ``act(gate) · up`` of y, for an x with few rows.
+    """For an x with few rows, compute y (`product` plus the low-rank term) and, from y, ``act(gate) · up``.
 
     Return None if no special kernel supports x and the weight.
     """

@@ -259,7 +259,7 @@ def _forward_chunks(inputs: GatedMLPInputs, products: Products, rows: int, num_r
 
 
 def _forward_rows(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs:
-    """Compute the outputs for rows [N, C], which are all rows or one chunk."""
+    """Compute the outputs for rows [N, C]. These are either all rows or the rows of one chunk."""
     (gate_up, down), ranks = products, inputs.ranks
     normed, stream, statistics = gate_up.normed(inputs.norm, inputs.x, inputs.residual)
     h = None if inputs.x is None else stream
@@ -379,7 +379,7 @@ def _backward_rows(
 
 
 def _rounded(gradients: GatedMLPGradients, norm: FusedNorm, dtype: torch.dtype) -> GatedMLPGradients:
-    """Round the parameters' gradients, which are fp32 sums over the chunks, to the dtypes of the parameters."""
+    """Round the parameters' gradients to the dtypes of the parameters. The gradients are fp32 sums over the chunks."""
     d_norm = gradients.norm
     if norm.weight is not None:
         d_norm = NormGradients(*(None if total is None else total.to(norm.weight.dtype) for total in d_norm))

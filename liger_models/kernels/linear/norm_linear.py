@@ -294,7 +294,7 @@ def norm_linear(
     ranks: Group | None = None,
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `rms_norm_linear` or `layer_norm_linear`, depending on ``norm``, which must have a weight."""
+    """Compute `rms_norm_linear` or `layer_norm_linear`, depending on ``norm``. The norm must have a weight."""
     op = f"{norm.kind}_linear"
     norm.check(op, x, residual)
     check_linear(op, "weight", weight, bias, residual.shape[-1])

@@ -188,7 +188,8 @@ class Product:
         self, d_product: Tensor, gate_up: Tensor, act: str, down: "Product", *, for_rows: bool,
         needs: ProjectionNeeds, need_product: bool, overwrite_gate_up: bool,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """Compute the backward of the gated activation, which follows this product (gate and up) and precedes ``down``.
+        """Compute the backward of the gated activation between this projection (gate and up) and the projection
+        ``down``.
 
         ``d_product`` [N, F], the gradient of the gated product, may be overwritten.
 

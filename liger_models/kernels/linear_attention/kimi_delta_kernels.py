@@ -1,4 +1,5 @@
-"""Kernels of the Kimi delta rule, for the operands and token pairs of each chunk, the scans, and the other gradients.
+"""Kernels of the Kimi delta rule. They compute the operands and the token pairs of each chunk, the scans, and the other
+gradients.
 
 The formulas are in the docstring of `kimi_delta_rule.py`. For each level of pairs in a chunk, a row needs not only its
 own running sum of g, but also the running sum of its reference token, which is in another row. The kernels that go

@@ -23,8 +23,8 @@ Then::
 
 In the backward, the tokens of a chunk are divided into two tiles. An exponential per pair of tokens is computed only
 for two tokens of the same tile. Let m be the last token of the first tile. For a token j of the first tile and a token
-i of the second tile, the decay from j to i is the product of the decay from j to m and the decay from m to i, which are
-both at most 1: E_ij = e^{G_i − G_m} · e^{G_m − G_j}.
+i of the second tile, the decay from j to i is the product of two decays, from j to m and from m to i. Both are at most
+1: E_ij = e^{G_i − G_m} · e^{G_m − G_j}.
 
 Every decay from a token before k to token k or to a later token contains the decay of token k as a factor. dg_k is
 therefore a sum over all these decays, in fp32. The elements on the diagonal of M contain no decay, so they are left out
@@ -445,7 +445,7 @@ def _check(
 
 
 def is_fused(x: Tensor, B: Tensor) -> bool:
-    """Return whether Triton kernels, instead of plain PyTorch, compute the scan.
+    """Return whether the scan is computed by Triton kernels instead of plain PyTorch.
 
     The kernels require an accelerator, half precision, sizes P and N that fill whole 16-byte vectors, and an N of at
     most 256. Tiles in float32 would not fit into the shared memory of a GPU, so float32 runs in plain PyTorch.

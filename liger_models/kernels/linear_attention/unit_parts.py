@@ -51,10 +51,9 @@ def _unit_parts_kernel(
 ):  # fmt: skip
     """Move BLOCK elements of one part of TOKENS tokens from x to the part's output or, with BACK, back to x.
 
-    Part p has SIZES[p] columns per unit, which start at column STARTS[p] of the unit. For all units together, part p
-    has WIDTHS[p] columns, which start at column COLUMNS[p] of output OUTPUTS[p]. This output has TOTALS[p] columns. A
-    group of TOKENS tokens has PROGRAMS programs. FIRST[p] is the index of the first of these programs that moves part
-    p.
+    In x, part p has SIZES[p] columns per unit, from column STARTS[p] of the unit on. In output OUTPUTS[p], part p has
+    WIDTHS[p] columns for all units together, from column COLUMNS[p] on. This output has TOTALS[p] columns. A group of
+    TOKENS tokens has PROGRAMS programs. FIRST[p] is the index of the first of these programs that moves part p.
     """
     group, program = tl.program_id(0) // PROGRAMS, tl.program_id(0) % PROGRAMS
     token = group.to(tl.int64) * TOKENS

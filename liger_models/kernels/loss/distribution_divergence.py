@@ -211,7 +211,7 @@ FORWARD = define_op("distribution_divergence", _forward, _fake, backward=BACKWAR
 
 
 def _loss_and_gradient(student, teacher, factors, kind, beta, eps) -> tuple[Tensor, ...]:
-    """Return the loss, which is Σ_rows factor · (sum of the row's terms), the gradient of the loss, and a scale.
+    """Return the loss Σ_rows factor · (sum of the row's terms), the gradient of this loss, and a scale.
 
     The gradient must still be multiplied by the scale, which differs from 1 only for fp16; see `without_exponent`.
     """

@@ -1,8 +1,8 @@
 """Divergence between a student's and a teacher's next-token distribution.
 
-`linear_divergence` includes the last linear layer of both models, and never stores all logits at once. For each token,
-let z be the student's logits and u the teacher's logits, after logit scale and softcap. Let τ be the temperature. All
-sums are over the vocabulary, in fp32::
+`linear_divergence` also computes the last linear layer of both models, and never stores all logits at once. For each
+token, let z be the student's logits and u the teacher's logits, after logit scale and softcap. Let τ be the
+temperature. All sums are over the vocabulary, in fp32::
 
     s = log softmax(z / τ),  q = exp(s)        student
     t = log softmax(u / τ),  p = exp(t)        teacher

@@ -14,10 +14,10 @@ products compute the chunk's dx and its part of dweight. The formulas for a row 
   must recompute the logits. The forward and the backward together take four matrix products. The forward saves x,
   weight and lse.
 
-In fp16, the gradients of a mean over many tokens could underflow. The factors of the tokens' losses (1 / number of
-tokens for a mean) are therefore divided by a power of two before the gradient of the logits is rounded. This power of
-two is the same for all tokens. At the end, the results are multiplied by this power of two, which causes no rounding
-error.
+In fp16, the gradients of a mean over many tokens could underflow. Each token's loss has a factor, which for a mean is 1
+/ number of tokens. These factors are therefore divided by a power of two, the same for all tokens, before the gradient
+of the logits is rounded. At the end, the results are multiplied by the same power of two. This multiplication causes no
+rounding error.
 
 The host never waits for the device. Gradients that are not needed, such as the gradients of frozen inputs, are not
 computed. The loop over chunks is in `row_chunks.py`.
@@ -157,7 +157,7 @@ def _vocab_parallel_statistics(
 def _local_target(target: Tensor, ignore_index: int, vocab_shard: VocabShard) -> Tensor:
     """Convert targets to indices into this rank's shard.
 
-    A target in another rank's shard becomes −1, and an ignored target becomes `IGNORED`.
+    A target that is in the shard of another rank becomes −1. An ignored target becomes `IGNORED`.
     """
     in_shard = (target >= vocab_shard.start) & (target < vocab_shard.start + vocab_shard.count)
     return torch.where(target == ignore_index, IGNORED, (target - vocab_shard.start).where(in_shard, -1))

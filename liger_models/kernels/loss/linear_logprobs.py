@@ -16,8 +16,9 @@ From dz, the gradient of the logits is computed as in `cross_entropy`. For token
 logp, H and all gradients are 0.
 
 The rows are processed in chunks, as in `linear_cross_entropy`. Each token has its own upstream gradient, so the
-backward must recompute the logits, and four matrix products are needed in total. The forward saves x, weight, max z, Σ
-exp(z − max z), and H. If the entropy is not requested, the per-token op of `linear_cross_entropy` runs instead.
+backward must recompute the logits. The forward and the backward together then take four matrix products. The forward
+saves x, weight, max z, Σ exp(z − max z), and H. If the entropy is not requested, the per-token op of
+`linear_cross_entropy` runs instead.
 
 For a loss that is a sum over sequences or over pairs of sequences, `loss_of_log_probs` avoids recomputing the logits.
 As soon as the log-probabilities of a sequence or pair are known, the function computes their gradient, while the logits
@@ -460,10 +461,10 @@ def log_probs_of_sum(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute log-probabilities for a loss that is probably a multiple of their sum, such as their negative mean.
 
-    The forward computes the gradients of this sum, while the logits are in memory, so three matrix products are needed
-    instead of four. The backward compares the upstream gradients of all targets. For this comparison, the host waits
-    for the device. If the upstream gradients differ, or if the loss depends on the entropies, the backward computes the
-    gradients again, and six products are needed. The function can't be compiled.
+    While the logits are in memory, the forward computes the gradients of this sum. Three matrix products are then
+    needed instead of four. The backward compares the upstream gradients of all targets. For this comparison, the host
+    waits for the device. If the upstream gradients differ, or if the loss depends on the entropies, the backward
+    computes the gradients again, and six products are needed. The function can't be compiled.
 
     Args:
         x: [..., C].

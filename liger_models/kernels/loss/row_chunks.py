@@ -59,7 +59,7 @@ def _equal_rows(N: int, limit: int) -> int:
 
 
 def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None, *, trained: bool = True) -> int:
-    """Return the number of rows per chunk, such that a chunk fits the budget and all chunks have about the same size.
+    """Return a number of rows per chunk with which each chunk fits the budget, and all chunks have about the same size.
 
     The result is a multiple of ROW_MULTIPLE, because matrix products are then fast.
 
@@ -119,7 +119,7 @@ def write_logits(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
 def _linear_backward(gradient: Tensor, weight: Tensor, out: Tensor) -> None:
     """Write ``gradient @ weight`` to ``out``.
 
-    The product is a sum over the vocabulary, which is split into two parts. The part with the last few vocabulary
+    The product is a sum over the vocabulary. This sum is split into two parts. The part with the last few vocabulary
     entries is computed first: it is small, so little accuracy is lost when its sum is rounded.
     """
     sizes = _split_words(len(weight), len(weight))
@@ -159,7 +159,7 @@ def _concatenate(sums: list[Tensor]) -> Tensor:
 def logits_buffer(x: Tensor, V: int, rows: int, dtype: torch.dtype | None = None) -> Tensor:
     """Allocate a buffer for the logits of up to ``rows`` rows of x.
 
-    The rows of the buffer are aligned, which makes matrix products fast.
+    The rows of the buffer are aligned, because matrix products are then fast.
     """
     buffer = x.new_empty(min(rows, len(x)), cdiv(V, COLUMN_MULTIPLE) * COLUMN_MULTIPLE, dtype=dtype)
     if x.device.type == "cpu":

@@ -187,10 +187,10 @@ def scalar_loss_backward(saved: ScalarLossSaved, needs: HeadNeeds, upstream: Any
 class HandOver(torch.autograd.Function):
     """Outside compiled graphs, runs the op of a scalar loss. The backward scales the gradients in place.
 
-    The op is called as ``op(*inputs)``. ``tensors`` is the number of inputs that are tensors, which come first. The op
-    returns, in this order: the loss, other results that have no gradient, one gradient for each input in ``indices``,
-    and a scale by which these gradients must still be multiplied. The gradient of an input that needs no gradient may
-    be any tensor.
+    The op is called as ``op(*inputs)``. The tensors come first among the inputs, and ``tensors`` is their number. The
+    op returns, in this order: the loss, other results that have no gradient, one gradient for each input in
+    ``indices``, and a scale by which these gradients must still be multiplied. The gradient of an input that needs no
+    gradient may be any tensor.
 
     A second backward (``retain_graph``) runs the op again, because the first backward has scaled and returned the
     gradients. A second derivative (``create_graph``) raises an error.

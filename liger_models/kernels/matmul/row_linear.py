@@ -100,7 +100,7 @@ def row_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 @triton.jit
 def load_B(B_ptr, row, N, R, RANKS: tl.constexpr):
-    """Load rows of B as a tile [rows, RANKS], which is 0 beyond rank R."""
+    """Load rows of B as a tile [rows, RANKS]. Columns of the tile from R on are 0."""
     rank = tl.arange(0, RANKS)
     mask = (row < N)[:, None] & (rank < R)[None, :]
     return tl.load(B_ptr + row.to(tl.int64)[:, None] * R + rank[None, :], mask=mask, other=0.0)

@@ -92,9 +92,9 @@ def moe_mlp_reference(
 ) -> Tensor:
     """Compute `moe_mlp` in plain PyTorch. The function is differentiable, and keeps fp64 inputs in fp64.
 
-    The loop over the experts is a separate op, because the host waits for the number of rows of each expert, which
-    compilers cannot trace. Quantized matrices are dequantized at the start. Dropout does not drop the same elements as
-    in `moe_mlp`.
+    In the loop over the experts, the host waits for the number of rows of each expert. Compilers cannot trace this, so
+    the loop is a separate op. Quantized matrices are dequantized at the start. With dropout, this function drops other
+    elements than `moe_mlp`.
     """
     gate_up_weight, down_weight = dense(gate_up_weight), dense(down_weight)
     N, K = experts.shape

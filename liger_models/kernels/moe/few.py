@@ -237,7 +237,8 @@ def _few_kernel(
     Each row has one scale or, if WIDTH is not 0, one scale for every WIDTH columns. WIDTH is a multiple of BLOCK_IN.
 
     With EARLY, the kernel loads the part of the matrix for its first step while the previous kernel is still running.
-    EARLY is allowed only if the previous launch was a launch of this kernel without EARLY, for the same single row.
+    EARLY is allowed only if there is a single row, and if the previous launch was a launch of this kernel for the same
+    row without EARLY.
     """
     if EARLY:
         start_next(OVERLAPS)

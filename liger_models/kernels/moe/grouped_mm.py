@@ -189,7 +189,7 @@ def library_runs(gate_up_weight: Tensor, down_weight: Tensor) -> bool:
     Hopper, for fewer than 1024 experts, if the rows of the experts' matrices consist of whole 16-byte vectors. Each
     expert may have any number of rows. grouped_mm is not used on Blackwell, where it returns a nonzero weight gradient
     for an expert without rows (pytorch#172439). In all other cases, grouped_mm loops over the experts and waits for the
-    device. Inside `batch_invariant`, the Triton kernel runs, which has the same tile shape for any number of rows.
+    device. Inside `batch_invariant`, the Triton kernel runs, because its tile shape is the same for any number of rows.
     """
     return (
         cuda_capability(gate_up_weight.device)[0] == 9

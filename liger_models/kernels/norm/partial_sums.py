@@ -35,8 +35,8 @@ def _sum_partials_kernel(
 def sum_partials(partial: Tensor, *outs: Tensor) -> None:
     """Sum ``partial`` [programs, ...] over the programs, and write the sum to one or two contiguous tensors.
 
-    With two tensors, the first elements of the sum go to the first tensor, and the other elements go to the second
-    tensor.
+    With two tensors, the sum is split between them: its first elements are written to the first tensor, and the other
+    elements to the second tensor.
     """
     width = sum(out.numel() for out in outs)
     with on_device_of(partial):

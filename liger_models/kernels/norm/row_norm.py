@@ -86,7 +86,7 @@ def _load_bias(b_ptr, columns, inside):
 
 @triton.jit
 def _add_residual(h, residual_ptr, h_ptr, start, columns, inside):
-    """Add the residual to x, which is passed as ``h``, and store the sum in the dtype of the residual stream.
+    """Add the residual to x (the argument ``h``), and store the sum in the dtype of the residual stream.
 
     Without a residual, return x.
     """

@@ -95,7 +95,7 @@ class Update(NamedTuple):
 def adamw_reference(update: Update, stochastic_rounding: bool = False, seed: int = 0) -> None:
     """Perform `adamw_` for one parameter in plain PyTorch, in fp64 for fp64 tensors.
 
-    If values are rounded stochastically, the random numbers differ from those of the kernel.
+    If values are rounded stochastically, this function uses different random numbers than the kernel.
     """
     param, grad, exp_avg, exp_avg_sq, hyper, stream, scales = update
     beta1, grad_to_m, beta2, grad_to_v, decay, step_size, root, eps = hyper.factors()

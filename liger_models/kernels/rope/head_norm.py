@@ -1,7 +1,7 @@
 """RMSNorm of heads whose elements are held as pairs x1, x2 [ROWS, BLOCK], for `qk_norm_rope` and `qkv_norm_rope`.
 
-Without the flag WHOLE, the norm is over one head, which is one row. With WHOLE, the norm is over all heads that the
-program holds. In the backward, let r be the inverse RMS, and let s be the weight multiplied by the gradient of the
+Without the flag WHOLE, the norm is over one head, and each head is one row. With WHOLE, the norm is over all heads that
+the program holds. In the backward, let r be the inverse RMS, and let s be the weight multiplied by the gradient of the
 normalized head::
 
     dx = r · (s − x · r² · mean(s · x))

@@ -7,8 +7,8 @@ The forward is computed in fp32, with r = 1 / sqrt(mean(x²) + eps) and n = x ·
     q, k = cast(rotated(z))                    rotated as in `rope`; v is copied
 
 The function cast rounds to the dtype of the projection. The mean is over one head. All query heads share one weight
-[D], and all key heads share another weight [D]. If the weights are as wide as the projections ([H · D] and [G · D], as
-in OLMo 2), one mean is over all query heads of a token, and another mean is over all key heads of the token.
+[D], and all key heads share another weight [D]. In OLMo 2, the weights are as wide as the projections ([H · D] and [G ·
+D]). In this case, one mean is over all query heads of a token, and another mean is over all key heads of the token.
 
 In the backward of q, let dz be dq rotated back, and let s = dz · (weight_offset + w). The backward of k is the same::
 
