@@ -125,7 +125,7 @@ class Arguments:
         def add(fields: Any, prefix: str, any_type: str) -> tuple[str, str]:
             """Add the fields of a NamedTuple, and return the source code of a pattern and of an expression.
 
-            The pattern unpacks the NamedTuple, and the expression builds it again.
+            The pattern unpacks the NamedTuple, and the expression rebuilds the NamedTuple.
             """
             if get_origin(fields) is Annotated:
                 fields, any_type = fields.__origin__, TYPES[get_args(fields)[1]]
@@ -228,7 +228,7 @@ def _join(
 ) -> tuple[Any, ...]:
     """Return one tuple: the arguments without default values, then the groups of arguments with default values.
 
-    The arguments of a group that is None get their default values. If the last groups are all None, they are left out.
+    If a group is None, its arguments get their default values. Trailing groups that are None are left out.
     """
     joined: tuple[Any, ...] = ()
     for tail, defaults in zip(tails[::-1], groups[::-1], strict=True):
@@ -354,9 +354,9 @@ class Op(Generic[Inputs, Outputs]):
 def _need_without_dispatcher(arguments: Sequence[Any]) -> bool | None:
     """Return whether a call needs gradients, or None if the call must pass through PyTorch's dispatcher.
 
-    On the host, the dispatcher takes as much time as the rest of a forward. The dispatcher is not needed if nothing
-    traces, transforms or observes the call (no compiler, mode, tensor subclass or profiler), because the dispatcher
-    would then only call autograd and the op's forward.
+    On the host, the dispatcher takes as much time as the rest of a forward. If nothing traces, transforms or observes
+    the call (no compiler, mode, tensor subclass or profiler), the dispatcher would only call autograd and the op's
+    forward. In this case, the dispatcher is not needed.
     """
     if (
         torch.compiler.is_compiling()
@@ -419,12 +419,12 @@ def define_op(
     The returned function takes all inputs by position. The function skips PyTorch's dispatcher where possible (see
     `without_dispatcher`).
 
-    The first parameters of ``backward`` get the gradients of the outputs. What each other parameter of ``backward``
-    gets depends on its name. A parameter that has the name of an input or an output gets the value of this input or
-    output, which the forward saves. A parameter ``need_<input>`` gets a bool that says whether this input needs a
-    gradient. If the gradients of all outputs are missing, the inputs get no gradients, and ``backward`` is not called.
-    If only some of these gradients are missing, a parameter annotated as ``Tensor | None`` gets None for a missing
-    gradient, and any other parameter gets zeros.
+    The first parameters of ``backward`` get the gradients of the outputs. The other parameters of ``backward`` get
+    values that depend on their names. A parameter that has the name of an input or an output gets the value of this
+    input or output, which the forward saves. A parameter ``need_<input>`` gets a bool that says whether this input
+    needs a gradient. If the gradients of all outputs are missing, the inputs get no gradients, and ``backward`` is not
+    called. If only some of these gradients are missing, a parameter annotated as ``Tensor | None`` gets None for a
+    missing gradient, and any other parameter gets zeros.
 
     Args:
         name: name of the op, which is available as ``torch.ops.liger_models.<name>``.

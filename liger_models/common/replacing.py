@@ -8,7 +8,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Context manager that yields the path of a new file next to ``path``. On exit, this file replaces ``path``.
+    """Context manager that yields the path of a new file next to ``path``. On exit, the new file replaces ``path``.
 
     If the ``with`` block raises an exception, the new file is removed and the old file stays. If the process is killed,
     both the new and the old file stay. The new file has a unique name, so several processes, even on different

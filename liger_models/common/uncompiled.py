@@ -1,4 +1,4 @@
-"""Excludes functions from `torch.compile` without importing the compiler, because this import takes half a second."""
+"""Excludes functions from `torch.compile`, but does not import the compiler: importing it takes half a second."""
 
 import functools
 import sys

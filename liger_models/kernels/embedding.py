@@ -41,7 +41,7 @@ def _rows_kernel(
 
     ``partial`` [chunks, 2, C] holds two partial sums for each chunk. The first partial sum belongs to the row whose ids
     begin in an earlier chunk. The second partial sum belongs to the row whose ids begin in this chunk and end in a
-    later one.
+    later chunk.
     """
     chunk = tl.program_id(0).to(tl.int64)
     first = chunk * CHUNK

@@ -16,9 +16,9 @@ In the backward, let δ_i = do_i · o_i. dk and dv are also summed over the quer
     ds_ij = scale · p_ij · (do_i · v_j − δ_i)
     dq_i = Σ_j ds_ij · k_j,   dk_j = Σ_i ds_ij · q_i
 
-The forward saves q, k, v, o, m and 1 / Σ for the backward. If a single log-sum-exp were saved in place of m and Σ, it
-could be far from 0, and its rounding error would make p inaccurate. p and ds are rounded to the dtype of q, as the
-forward rounds the attention weights.
+The forward saves q, k, v, o, m and 1 / Σ for the backward. Saving a single log-sum-exp in place of m and Σ would make p
+inaccurate: a log-sum-exp can be far from 0, and then has a large rounding error. p and ds are rounded to the dtype of
+q, as the forward rounds the attention weights.
 
 The forward and the backward each run several kernels, because a single kernel would need too many registers. With a
 head dimension of 512, the o of 128 queries would fill all registers of a Hopper multiprocessor, and so would the dk and
@@ -38,14 +38,14 @@ The kernels are in `causal_attention_kernels.py`, and the layout of the workspac
 the tile sizes for each kind of device, the constants that the launches share (`LaunchPlan`), the forward and
 backward of the op, and the public function.
 
-For each tile, the first kernel of the forward writes the weights exp2(s_ij − m). For each row of the tile, it also
-writes m and the sum of the weights. In bf16 and fp32, m is 0 if the largest s of the row is between −64 and 64, because
-these dtypes represent weights around 2^64 as accurately as weights around 1. In all other cases, m is the largest s of
-the row, rounded up. The second kernel adds the sums of all tiles of a query. If these tiles have different m, the
-second kernel also multiplies the weights in the workspace by powers of 2. These products are exact, except for tiny
-weights, which may underflow. The product of the weights and v is then a plain matrix product. The weights are not
-rescaled in the loop of this product, because with Triton 3.6, such a loop overwrites registers that the asynchronous
-products of the previous step still read.
+For each tile, the first kernel of the forward writes the weights exp2(s_ij − m). For each row of the tile, this kernel
+also writes m and the sum of the weights. In bf16 and fp32, m is 0 if the largest s of the row is between −64 and 64,
+because these dtypes represent weights around 2^64 as accurately as weights around 1. In all other cases, m is the
+largest s of the row, rounded up. The second kernel adds the sums of all tiles of a query. If the tiles of a query have
+different m, the second kernel also multiplies the weights in the workspace by powers of 2. These products are exact,
+except for tiny weights, which may underflow. The product of the weights and v is then a plain matrix product. The
+weights are not rescaled in the loop of this product, because with Triton 3.6, such a loop overwrites registers that the
+asynchronous products of the previous step still read.
 
 Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135.
 """

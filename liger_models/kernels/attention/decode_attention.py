@@ -78,8 +78,8 @@ def decode_attention_reference(
 ) -> Tensor:
     """Compute `decode_attention` in plain PyTorch on copies of all pages in the table.
 
-    If the inputs are fp64, so are all computations. On the CPU, only the pages up to the length of the longest row are
-    read, because a table may have room for far longer rows.
+    If the inputs are fp64, so are all computations. A table may have room for rows that are far longer than the longest
+    row. On the CPU, only the pages up to the length of the longest row are therefore read.
     """
     (B, H, D), G, V = q.shape, keys.shape[2], values.shape[3]
     if B and table.device.type == "cpu" and not torch.compiler.is_compiling():

@@ -163,8 +163,8 @@ def parts_of_queries(
     """Divide the queries into parts with about equal numbers of visible pairs of a query and a key.
 
     Return the number of heads per launch, and the parts. A part is a tuple of its first query, its number of query
-    tiles, and the number of places per pair of query tiles. The workspace has room for one part of this number of heads
-    at a time.
+    tiles, and the number of places per pair of query tiles. The workspace has room for one part at a time, for this
+    number of heads.
 
     Args:
         T: number of queries.

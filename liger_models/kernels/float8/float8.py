@@ -13,9 +13,8 @@ the sum::
 
 A linear layer has three products, ``y = x @ Wᵀ``, ``dx = dy @ W`` and ``dW = dyᵀ @ x``. The second product needs the
 columns of W as rows, and the third product needs the columns of dy and x as rows. Kernels therefore write a matrix by
-rows, by columns (transposed), or both. Kernels can also compute a matrix right before they round it: a normalized
-matrix, a gated product, or the gradient of gate and up. A matrix that is computed in this way is never stored
-unrounded. The recipes are::
+rows, by columns (transposed), or both. Some matrices are computed by the same kernel that rounds them: a normalized
+matrix, a gated product, or the gradient of gate and up. Such a matrix is never stored unrounded. The recipes are::
 
     tensorwise            one scale per operand; dy is in e5m2, and other operands are in e4m3
     rowwise               one scale per row of each operand, a power of 2; all operands are in e4m3
@@ -98,7 +97,7 @@ class Float8(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A matrix [N, C] that is to be rounded, given by the tensors from which kernels compute it.
+    """A matrix [N, C] that is to be rounded. It is represented by the tensors from which kernels compute the matrix.
 
     ======================  ==========================  =============================================
     kind                    x, other, rstd              matrix

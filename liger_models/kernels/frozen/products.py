@@ -100,7 +100,7 @@ class QuantizedLinearUpstream(NamedTuple):
 class QuantizedLinearSaved(NamedTuple):
     """The values saved for the backward.
 
-    Only W is saved, because dx depends only on dy and W, and W gets no gradient.
+    Only W is saved: dx depends only on dy and W, and no gradient of W is computed.
     """
 
     weight: Annotated[Weight, WEIGHT]

@@ -180,9 +180,9 @@ class Format:
     """A format in which quantized weights are stored.
 
     `register` creates an instance, which can then be looked up by its name. A matrix [O, C] is stored as codes and
-    other tensors, such as scales. For experts, each tensor has one more dimension in front, except the `shared`
-    tensors. The tensors become parameters of a layer. `apply_fsdp` and `apply_ep` shard them along the first dimension,
-    and `apply_tp` shards them as `slices` describes.
+    other tensors, such as scales. For experts, each tensor except the `shared` tensors has one more dimension in front.
+    The tensors become parameters of a layer. `apply_fsdp` and `apply_ep` shard these parameters along the first
+    dimension, and `apply_tp` shards them as `slices` describes.
     """
 
     name: ClassVar[str]
@@ -266,7 +266,7 @@ class Format:
         return dict(zip(self.names, weight.tensors, strict=True))
 
     def unpack(self, tensors: dict[str, Tensor], shape: torch.Size, layout: Sequence[int]) -> tuple[Tensor, ...]:
-        """Invert `pack` for a weight, or for a slice from `slices`, that has the given shape and layout."""
+        """Invert `pack` for a weight with the given shape and layout. The weight may also be a slice from `slices`."""
         return tuple(tensors.values())
 
     def block(self, layout: Sequence[int], *, rows: bool) -> int:

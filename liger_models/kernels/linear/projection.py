@@ -156,7 +156,7 @@ class Product:
     def gated_forward(self, rows: Any, act: str) -> tuple[Tensor, Tensor | None]:
         """Compute y from rows [N, C], where y holds gates and ups.
 
-        The second result is `gated_act` of y if the same kernel computes it, and otherwise None.
+        If the kernel also computes `gated_act` of y, the second result is `gated_act` of y. Otherwise, it is None.
         """
         rows = rows.to(self.dtype)
         both = few_rows(rows, self.weight, self.bias, act, self.low_rank)

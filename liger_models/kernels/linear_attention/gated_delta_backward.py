@@ -107,8 +107,8 @@ def scans_kernel(
 ):  # fmt: skip
     """Run the two scans of the backward, each in half of the programs. The scans do not depend on each other.
 
-    The programs of the longer scan come first. On an H200, this launch takes 0.8 times as long as two successive
-    launches.
+    The programs of the longer scan come first. On an H200, this launch takes 0.8 times as long as a separate launch for
+    each scan.
     """
     programs = tl.num_programs(0) // 2
     program = tl.program_id(0)
@@ -245,7 +245,7 @@ def _through_state(
 def _add_pairs(sum, pairs, x, once, PRECISION: tl.constexpr):
     """Compute ``sum`` + pairs @ x.
 
-    The product is in a loop of its own, because otherwise only half of the warps would compute it.
+    The product is computed in a separate loop, because otherwise only half of the warps would compute it.
     """
     for _ in tl.range(0, once, num_stages=1):
         sum = tl.dot(pairs, x, sum, input_precision=PRECISION)
@@ -326,7 +326,7 @@ def key_gradients_kernel(
     """Compute dk, dβ and dg of one chunk and key head.
 
     This kernel computes the terms with S and dS, and adds them to the terms that previous kernels have computed. S ∘ dS
-    is summed in a loop of its own, because one more accumulator in the main loop would make registers spill.
+    is summed in a separate loop, because one more accumulator in the main loop would make registers spill.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:

@@ -13,9 +13,9 @@ belongs to one token::
 
 A first kernel computes the running sums G_i. A second kernel goes through the chunks in order and stores the state
 before each chunk. Each program of the second kernel holds some columns of the state of one head in registers. A third
-kernel computes Y of all chunks. In the backward, one launch recomputes these states. The same launch goes through the
-chunks in the opposite order to compute the gradient of the state after each chunk, dS ← e^G · dS + (e^{G_i} · C)ᵀ dY.
-Then::
+kernel computes Y of all chunks. In the backward, one launch recomputes the states before the chunks. The same launch
+goes through the chunks in the opposite order to compute the gradient of the state after each chunk, dS ← e^G · dS +
+(e^{G_i} · C)ᵀ dY. Then::
 
     U = (C·Bᵀ ∘ E)ᵀ dY + e^{G − G_i} · B dS,   dX = δ · U + D · dY,   dδ_i = x_i·U_i,   dD = Σ_i dy_i·x_i
     W_ij = Σ_heads dy_i·x_j · E_ij · δ_j
@@ -167,7 +167,7 @@ class _Sizes:
         """Return the constants of a kernel that processes the chunks in parallel.
 
         For each head, the kernel loads a block of a state, and ``rows`` rows of x or of the gradient of x. ``block_n``
-        and ``block_p`` are the sizes of this block. If they are None, the block is the whole state.
+        and ``block_p`` are the sizes of the block. If the sizes are None, the block is the whole state.
         """
         block_n, block_p = block_n or self.block_n, block_p or self.block_p
         stage = block_p * (block_n + rows) * x.element_size()

@@ -6,8 +6,8 @@
     token = argmax_t (z_t − log E_t)                 with seeds, a sample from softmax(z); E as in `seeded_scores`
     log_prob = x_token − log Σ_t exp(x_t)
 
-If several tokens have the highest score, the first of them is chosen. The sums are in fp32. For a large vocabulary,
-several programs read the logits of a row, and a second kernel combines their results in a fixed order.
+If several tokens have the highest score, the first of these tokens is chosen. The sums are in fp32. For a large
+vocabulary, several programs read the logits of a row, and a second kernel combines their results in a fixed order.
 
 Source: https://arxiv.org/abs/1411.0030 (Gumbel-max).
 """

@@ -112,7 +112,7 @@ def write_zeros(ptr, columns, V, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_block(ptr, column, V, MASKED: tl.constexpr, EVICT: tl.constexpr):
-    """Load logits or class weights. MASKED is set only where a mask is needed, because a mask prevents vector loads."""
+    """Load logits or class weights. A mask prevents vector loads, so MASKED is set only where a mask is needed."""
     if MASKED:
         return tl.load(ptr + column, mask=column < V, other=0.0, eviction_policy=EVICT)
     return tl.load(ptr + column, eviction_policy=EVICT)

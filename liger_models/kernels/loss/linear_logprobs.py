@@ -21,7 +21,7 @@ saves x, weight, max z, Σ exp(z − max z), and H. If the entropy is not reques
 `linear_cross_entropy` runs instead.
 
 For a loss that is a sum over sequences or over pairs of sequences, `loss_of_log_probs` avoids recomputing the logits.
-As soon as the log-probabilities of a sequence or pair are known, the function computes their gradient, while the logits
+This function computes the gradients as soon as the log-probabilities of a sequence or pair are known, while the logits
 are still in memory.
 
 Source: https://arxiv.org/abs/2410.10989 (Liger Kernel, chunked losses).
@@ -161,7 +161,7 @@ def _statistics(
 def _gradient(
     logits: Tensor, target: Tensor, c: Tensor, h: Tensor, lse: Tensor, entropy: Tensor, options: LossOptions
 ) -> None:
-    """Overwrite the logits with their gradient, for the upstream gradients ``c`` and ``h``."""
+    """Overwrite the logits with their gradient, which is computed from the upstream gradients ``c`` and ``h``."""
     (N, V), softcap = logits.shape, options.softcap
     if not use_triton(logits):
         z = final_logits(logits, options.logit_scale, softcap)

@@ -300,7 +300,7 @@ def check_head(
 
 
 def matching_dtypes(op: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Cast the tensors to the autocast dtype under autocast, and otherwise return them unchanged.
+    """Under autocast, cast the tensors to the autocast dtype. Otherwise, return them unchanged.
 
     Raises:
         TypeError: the dtypes differ, and autocast is off.

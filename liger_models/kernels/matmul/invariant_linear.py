@@ -62,8 +62,8 @@ GROUPED_TILES = 8
 def each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply ``function`` separately to a copy of each row [C] of x [..., C], and return the results [..., O].
 
-    On a CPU, even the result of an elementwise function depends on the element's position: the last few elements, which
-    do not fill a vector register, are computed by other instructions.
+    On a CPU, even the result of an elementwise function depends on the element's position: the last few elements do not
+    fill a vector register, and are computed by other instructions.
     """
     rows = x.reshape(-1, x.shape[-1])
     if not len(rows):

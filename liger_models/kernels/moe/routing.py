@@ -353,7 +353,7 @@ _route_kernel.decides = True  # its output determines the addresses at which lat
 
 
 def _block(size: int) -> int:
-    """Return ``size`` rounded up to a power of two, but at least 2, because a tile has at least two elements."""
+    """Return ``size`` rounded up to a power of two, but at least 2, the minimum number of elements of a tile."""
     return max(int(next_power_of_2(size)), 2)
 
 
