@@ -3,8 +3,8 @@
 Differs from Llama: most layers have a state-space mixer (`LigerMamba2`) instead of attention; ``attn_layer_indices``
 lists the layers with attention. By default, attention rotates half of each head. ``partial_rotary_factor`` in the rope
 parameters sets another fraction; at the top level of config.json, this key has no effect. The model adds no z-loss to
-the loss, and a ``z_loss_coefficient`` other than 0 is reported as an unknown key. For a z-loss, set ``z_loss`` of the
-loss function.
+the loss, and a ``z_loss_coefficient`` other than 0 is reported as an unknown key. To train with a z-loss, set
+``z_loss`` of the loss function.
 
 Unlike in transformers, padding does not change the result: for padding tokens, the biases of the projection and of the
 convolution do not enter the state. Without ``position_ids``, new tokens continue the positions of the cached tokens.

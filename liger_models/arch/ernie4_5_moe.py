@@ -97,7 +97,7 @@ class Ernie4_5MoeBlock(PreNormBlock):
 
 
 class LigerErnie4_5Moe(CausalLM):
-    """ERNIE 4.5 with experts and its language-model head."""
+    """ERNIE 4.5 with a mixture of experts and with its language-model head."""
 
     config_class = Ernie4_5MoeConfig
     block_class = Ernie4_5MoeBlock
@@ -138,8 +138,9 @@ def weight_map(config: Ernie4_5MoeConfig) -> WeightMap:
 
 
 def other_maps(config: Ernie4_5MoeConfig) -> list[WeightMap]:
-    """The weight maps for the layouts of transformers 5. They differ from the released layout as follows: the name of
-    the bias contains the router's name, one tensor holds the same projection of all experts, or both."""
+    """The weight maps for the layouts of transformers 5. Each of them differs from the released layout in one or both
+    of these ways: the name of the bias contains the router's name; one tensor per projection holds all experts of a
+    layer."""
     return [
         _map(config, "gate.moe_statics", fused=True),
         _map(config, "gate.moe_statics", fused=False),

@@ -24,10 +24,10 @@ from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 class Exaone4Config(RMSNormDecoderConfig):
     """Sizes and constants of an EXAONE 4 model.
 
-    If ``sliding_window_pattern`` is a number n, every n-th layer has no window. If it is a string such as "LLLG", each
-    letter describes a layer, and the string is repeated over all layers: L stands for a layer with a window, and G for
-    a layer without one. The last layer never has a window. If ``layer_types`` is given, it overrides
-    ``sliding_window_pattern``.
+    If ``sliding_window_pattern`` is a number n, every n-th layer has no window. If ``sliding_window_pattern`` is a
+    string such as "LLLG", each letter describes a layer, and the string is repeated over all layers: L stands for a
+    layer with a window, and G for a layer without one. The last layer never has a window. If ``layer_types`` is given,
+    it overrides ``sliding_window_pattern``.
     """
 
     vocab_size: int = 102400

@@ -95,8 +95,9 @@ class FalconH1Block(nn.Module):
     """``u = norm(h); h += s · mixer(u) + a · attention(u); h += mlp(norm(h))``.
 
     The constants ``s`` and ``a`` multiply the outputs of the mixer and of attention. The model has two further
-    constants: ``c`` for the input of attention, and ``κ`` for the keys. Instead of the input of attention and the keys,
-    this class multiplies the attention scores by ``c² · κ`` and the result of attention by ``c``, with the same effect.
+    constants: ``c`` for the input of attention, and ``κ`` for the keys. This class leaves the input and the keys
+    unchanged. It multiplies the attention scores by ``c² · κ`` and the result of attention by ``c`` instead, which has
+    the same effect.
     """
 
     def __init__(self, config: FalconH1Config, layer: int, kernels: KernelOptions) -> None:

@@ -164,8 +164,8 @@ def weight_map(config: GptOssConfig) -> WeightMap:
 
 
 def mxfp4_map(config: GptOssConfig) -> WeightMap:
-    """Return the weight map for the released MXFP4 format of the experts. Unlike in `weight_map`, their matrices are
-    not transposed."""
+    """Return the weight map for the released MXFP4 format of the experts. Unlike in `weight_map`, the experts' matrices
+    are not transposed."""
     experts = "model.layers.{i}.mlp.experts"
     return _map(
         config,

@@ -69,8 +69,8 @@ class GraniteMoeHybridConfig(MambaHybridConfig):
 class GraniteMoeHybridBlock(nn.Module):
     """``h += m · mixer(norm(h)); h += m · (experts(norm(h)) + mlp(norm(h)))`` with ``m = residual_multiplier``.
 
-    The mixer is a state-space mixer or attention. In models without experts, ``experts`` is missing from the second
-    step.
+    The mixer is a state-space mixer or attention. In models without experts, the second step has no term
+    ``experts(norm(h))``.
     """
 
     def __init__(self, config: GraniteMoeHybridConfig, layer: int, kernels: KernelOptions) -> None:

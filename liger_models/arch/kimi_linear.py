@@ -10,8 +10,8 @@ The parameters of the decays and the bias of the router stay in fp32.
 Unlike in transformers, padding after a prompt does not change the linear-attention state: padding adds nothing to the
 state, and the state does not decay at padding.
 
-Some other models have the same model_type, but rotate queries and keys in latent attention, bound their gates from
-below, or have other router functions. The configurations of these models are refused.
+Some other models have the same model_type, but they rotate queries and keys in latent attention, have gates with a
+lower bound, or have other router functions. The configurations of these models are refused.
 
 Source: https://arxiv.org/abs/2510.26692, transformers ``models/kimi_linear``.
 """
@@ -301,8 +301,8 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the keys that released files have. If a dense MLP comes after a layer with experts, also write
-    ``mlp_layer_types``."""
+    """Convert the config's fields to the keys that released files have. If a dense MLP comes after a layer with
+    experts, also write ``mlp_layer_types``."""
     rest = (*SIZES.values(), "layer_types", "mlp_layer_types", "rope_theta", "rope_scaling")
     hf = {key: value for key, value in keys.items() if key not in rest}
     config = KimiLinearConfig(

@@ -29,7 +29,7 @@ from liger_models.convert.weight_map import WeightMap
 
 @dataclass(frozen=True, kw_only=True)
 class LlavaConfig(LlavaTextConfig):
-    """Sizes and constants of a LLaVA 1.5 or Pixtral model; ``vision_config`` holds the sizes of the tower."""
+    """Sizes and constants of a LLaVA 1.5 or Pixtral model; ``vision_config`` holds the sizes of the vision tower."""
 
 
 class LigerLlava(ImageSizesModel):

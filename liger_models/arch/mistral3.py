@@ -58,7 +58,7 @@ class Mistral3Vision:
 
 @dataclass(frozen=True, kw_only=True)
 class Mistral3Config(Mistral3Vision, MistralTextConfig):
-    """Sizes and constants of a Mistral Small 3 model with images; ``vision_config`` holds the sizes of the tower."""
+    """Sizes and constants of a Mistral Small 3 model; ``vision_config`` holds the sizes of the vision tower."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,7 +105,7 @@ class Mistral3Images(ImageSizesModel):
 
 
 class LigerMistral3(Mistral3Images):
-    """Mistral Small 3 with images and its language-model head."""
+    """Mistral Small 3 for text and images, with its language-model head."""
 
     config_class = Mistral3Config
     block_class = LlavaBlock

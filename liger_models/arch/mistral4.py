@@ -4,14 +4,15 @@ Differs from Llama: keys and values are computed from a latent of each token, an
 (`LigerLatentAttention`). Each query is multiplied by ``1 + beta · ln(1 + floor(position / length))``, where ``beta`` is
 ``llama_4_scaling_beta`` and ``length`` is ``original_max_position_embeddings`` of the YaRN scaling. From layer
 ``first_k_dense_replace`` on, the MLP is a mixture of experts plus shared experts. The ``n_shared_experts`` shared
-experts process all tokens. Together they form one MLP, whose output is not gated. The score of an expert is the softmax
-of its logit. The experts form ``n_group`` groups, and the score of a group is the sum of its two best scores. Experts
-are chosen only from the ``topk_group`` best groups. The routing weights are divided by their sum if ``norm_topk_prob``
-is set, multiplied by ``routed_scaling_factor``, and rounded to the dtype of the logits.
+experts process all tokens. Together, the shared experts form one MLP, whose output is not gated. The score of an expert
+is the softmax of its logit. The experts form ``n_group`` groups, and the score of a group is the sum of its two best
+scores. Experts are chosen only from the ``topk_group`` best groups. The routing weights are divided by their sum if
+``norm_topk_prob`` is set, multiplied by ``routed_scaling_factor``, and rounded to the dtype of the logits.
 
-config.json does not say whether YaRN's ``mscale_all_dim`` scales the attention scores. Mistral publishes parameters
-next to the weights in which this scaling is off (``apply_scale: false``), but transformers scales. In this package, the
-field ``scale_by_mscale`` decides: False (the default) follows Mistral's parameters, and True follows transformers.
+config.json does not say whether YaRN's ``mscale_all_dim`` scales the attention scores. A second file of settings, which
+Mistral publishes with the weights, turns this scaling off (``apply_scale: false``), but transformers applies it. In
+this package, the field ``scale_by_mscale`` decides: False (the default) follows Mistral's settings, and True follows
+transformers.
 
 ``LigerMistral4.from_pretrained(folder)`` loads the language model of a checkpoint with images (model_type
 ``mistral3``), without the tensors of the vision tower.

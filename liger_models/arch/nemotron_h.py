@@ -2,8 +2,8 @@
 
 Differs from Llama: each layer is a norm and one mixer. The letters of ``hybrid_override_pattern`` select the mixers of
 the layers: a state-space mixer (`LigerMamba2`) for "M", attention for "*", an MLP for "-", or a mixture of experts for
-"E". There are no rotary embeddings, and attention has no biases. The activation of MLPs and experts is the square of
-ReLU, without a gate. Norms multiply by their weight in fp32.
+"E". There are no rotary embeddings, and attention has no biases. MLPs and experts have no gate, and their activation is
+the square of ReLU. Norms multiply by their weight in fp32.
 
 Differs from transformers 5.23: step sizes are limited by ``time_step_limit`` instead of ``time_step_min``, as in the
 published code. This limit also applies in cached decoding. For padding tokens, the bias of the projection does not

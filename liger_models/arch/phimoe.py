@@ -7,8 +7,8 @@ softmax over only those logits whose relative difference from the largest logit 
 The softmax for the second expert leaves out the first expert. The routing weights of the two experts need not add up to
 1. If ``sliding_window`` is set, all layers attend only to the last ``sliding_window`` tokens. LongRoPE has two sets of
 divisors for the rotary frequencies: one for texts of up to ``original_max_position_embeddings`` tokens, and one for
-longer texts. For short and long texts, it also multiplies cos and sin by ``short_mscale`` and ``long_mscale``,
-respectively.
+longer texts. LongRoPE also multiplies cos and sin: by ``short_mscale`` for short texts, and by ``long_mscale`` for long
+texts.
 
 Differs from transformers 5.23: as in the published code, the rotation of long texts uses ``long_factor``; transformers
 uses ``short_factor`` for texts of every length. In training, experts are chosen as in evaluation; transformers samples
@@ -138,8 +138,8 @@ def weight_map(config: PhimoeConfig) -> WeightMap:
 
 
 def fused_map(config: PhimoeConfig) -> WeightMap:
-    """The weight map for checkpoints of transformers 5, in which one tensor holds the same projection of all experts of
-    a layer."""
+    """The weight map for checkpoints of transformers 5, in which one tensor per projection holds all experts of a
+    layer."""
     experts = "model.layers.{i}.mlp.experts"
     return _map(config, "mlp.router", *fused_expert_rows(f"{experts}.gate_up_proj", f"{experts}.down_proj"))
 

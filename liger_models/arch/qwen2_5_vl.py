@@ -67,7 +67,7 @@ class Qwen2_5VLVisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2_5VLConfig(Qwen2VLTextConfig):
-    """Sizes and constants of a Qwen2.5-VL model; ``vision_config`` holds the sizes of the tower."""
+    """Sizes and constants of a Qwen2.5-VL model; ``vision_config`` holds the sizes of the vision tower."""
 
     vision_config: Qwen2_5VLVisionConfig = field(default_factory=Qwen2_5VLVisionConfig)
 

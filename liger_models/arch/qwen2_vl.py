@@ -54,7 +54,7 @@ class Qwen2VLVisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2VLConfig(Qwen2VLTextConfig):
-    """Sizes and constants of a Qwen2-VL model; ``vision_config`` holds the sizes of the tower."""
+    """Sizes and constants of a Qwen2-VL model; ``vision_config`` holds the sizes of the vision tower."""
 
     vision_config: Qwen2VLVisionConfig = field(default_factory=Qwen2VLVisionConfig)
 

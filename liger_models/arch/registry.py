@@ -91,7 +91,8 @@ def register(
     to_json: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
     hf_class: str | None = None,
 ) -> None:
-    """Register a custom architecture, so that its models can be saved, and loaded by the ``model_type`` in config.json.
+    """Register a custom architecture. Its models can then be saved, and `AutoLigerModel` finds the class by the
+    ``model_type`` in config.json.
 
     Call this function after the class definition, in the same module. If the class is defined and registered again, for
     example by rerunning a notebook cell, the new class replaces the earlier one.
@@ -196,7 +197,7 @@ def _fits_json(hint: Any) -> bool:
 
 
 def _own_names(model_class: type[CausalLM], config: Any) -> WeightMap:
-    """The weight map of a checkpoint that stores parameters under their own names."""
+    """The weight map of a checkpoint whose tensors have the names of the model's parameters."""
     with torch.device("meta"):
         model = model_class(config)
     return WeightMap({name: name for name, _ in model.named_parameters()}, over={})

@@ -70,7 +70,7 @@ class Glm4vProcessor(QwenVLProcessor):
         return (self.image_token,)
 
     def _timed(self, frame: str, numbers: Sequence[int], rate: float) -> str:
-        """Return the text that stands for a video. The text consists of ``frame`` and a time in whole seconds for each
-        group of frames that share patches."""
+        """Return the text that stands for a video. For each group of frames that share patches, the text contains
+        ``frame``, followed by the time of the group in whole seconds."""
         seconds = [int(number / rate) for number in numbers[:: self.videos.frames]]
         return "".join(f"<|begin_of_image|>{frame}<|end_of_image|>{second}" for second in seconds)

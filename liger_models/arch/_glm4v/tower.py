@@ -165,7 +165,8 @@ TOP = (*QWEN_TOP, "video_start_token_id", "video_end_token_id")
 
 
 def glm4v_tower(vision: Glm4vVisionConfig, visual: str) -> tuple[dict[str, Expression | str], Mapping[str, range]]:
-    """Return `decoder_map`'s arguments ``also`` and ``over`` for a tower whose tensor names begin with ``visual``."""
+    """Return the arguments ``also`` and ``over`` of `decoder_map` for a tower whose tensor names begin with
+    ``visual``."""
     block, merger = f"{visual}.blocks.{{b}}.mlp", f"{visual}.merger"
 
     def gated(ours: str, theirs: str) -> dict[str, Any]:

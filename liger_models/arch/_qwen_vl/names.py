@@ -137,7 +137,7 @@ def qwen3_vl_map(config: Any, text: str, visual: str, mlp: Mapping[str, Any] | N
 
 
 def qwen3_vl_tower(vision: Any, visual: str) -> tuple[dict[str, Expression | str], dict[str, range]]:
-    """Return `decoder_map`'s arguments ``also`` and ``over`` for Qwen3-VL's tower; the names of its tensors begin with
+    """Return the arguments ``also`` and ``over`` of `decoder_map` for Qwen3-VL's tower, whose tensor names begin with
     ``visual``."""
     # "{b}" is the index of a block, and "{d}" is the index of a merger that computes DeepStack features.
     mlp = {f"{fc}.{k}": f"{visual}.blocks.{{b}}.mlp.linear_{fc}.{k}" for fc in ("fc1", "fc2") for k in PARAMETERS}

@@ -84,7 +84,7 @@ class QwenVLImages:
 
     As in transformers, images are resized by Pillow, and video frames are resized by torch, which is the only library
     that the video processors of transformers support. For noisy pictures, Pillow and torch produce pixel values that
-    differ by a few of 256 levels.
+    differ by a few levels out of 256.
 
     Args:
         settings: the content of preprocessor_config.json or video_preprocessor_config.json.
@@ -232,7 +232,7 @@ class QwenVLImages:
         return numbers
 
     def check_rate(self, wanted: float | None) -> None:
-        """Raise ValueError unless the rate to sample is None or a positive number."""
+        """Raise ValueError unless the wanted sampling rate is None or a positive number."""
         if wanted is not None and not (isinstance(wanted, int | float) and 0 < wanted < math.inf):
             raise ValueError(
                 f"{type(self).__name__}: fps must be a positive number of frames per second, got {wanted!r}."
@@ -485,8 +485,8 @@ class QwenVLProcessor(Processor):
         return out
 
     def _timed(self, frame: str, numbers: Sequence[int], rate: float) -> str:
-        """Return the text that stands for a video. The text consists of a timestamp and ``frame`` for each group of
-        frames that share patches.
+        """Return the text that stands for a video. For each group of frames that share patches, the text contains a
+        timestamp, followed by ``frame``.
 
         The timestamp is the mean of the times of the group's first and last frame.
         """

@@ -26,7 +26,7 @@ from liger_models.layers.decoder import CausalLMOutput
 
 
 class LigerGemma3(EqualImageModel, Gemma3Decoder):
-    """Gemma 3 with images and its language-model head."""
+    """Gemma 3 for text and images, with its language-model head."""
 
     config_class = Gemma3Config
     tower_class = Gemma3Tower
@@ -85,8 +85,9 @@ def weight_map(config: Gemma3Config) -> WeightMap:
 def other_maps(config: Gemma3Config) -> list[WeightMap]:
     """Return the other layouts of tensor names that can be read.
 
-    There are three such layouts: the layout of checkpoints that transformers 5 writes for newly created models, the
-    layout of the modules of transformers 5, and the layout of checkpoints that transformers 4.52 to 4.57 write.
+    There are three such layouts. The first is in checkpoints that transformers 5 writes for newly created models, the
+    second has the names of transformers 5's modules, and the third is in checkpoints that transformers 4.52 to 4.57
+    write.
     """
     return [
         _map(config, "language_model.model", "vision_tower", "", "language_model.lm_head.weight"),

@@ -13,7 +13,7 @@ from liger_models.layers.norm import zero_centered_norm
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(Gemma3TextConfig):
-    """Sizes and constants of a Gemma 3 model; ``vision_config`` holds the sizes of the tower."""
+    """Sizes and constants of a Gemma 3 model; ``vision_config`` holds the sizes of the vision tower."""
 
     image_token_index: int = 262144
     boi_token_index: int = 255999

@@ -40,7 +40,7 @@ class LigerGemma3n(text.Gemma3nDecoder):
         token_type_ids: Tensor | None = None,
         **inputs: Any,
     ) -> CausalLMOutput:
-        """See `Decoder.forward`. ``token_type_ids`` are ignored; transformers' processor returns them.
+        """See `Decoder.forward`. ``token_type_ids``, which transformers' processor returns, are ignored.
 
         Raises:
             ValueError: there are images, audio, or tokens that stand for images or audio. The model has no towers for

@@ -24,7 +24,8 @@ LEAST = 1e-5
 
 
 def magnitude(x: Tensor, least: float) -> Tensor:
-    """Return the root mean square [..., 1] of x [..., C] over C. Mean squares are raised to at least ``least``."""
+    """Return the root mean square [..., 1] of x [..., C] over C. A mean square below ``least`` is replaced with
+    ``least``."""
     return x.square().mean(-1, keepdim=True).clamp_min(least).sqrt()
 
 
@@ -105,7 +106,7 @@ class AltUp(Layer):
         return True
 
     def predict(self, streams: Tensor) -> Tensor:
-        """Return the predicted streams [n, B, T, C]. The first of them is the block's input."""
+        """Return the predicted streams [n, B, T, C]. The first predicted stream is the block's input."""
         weights = self._coefficients(self.prediction, streams[0]).unflatten(-1, (self.streams, self.streams))
         return torch.einsum("btij,jbtc->ibtc", weights, streams) + streams
 

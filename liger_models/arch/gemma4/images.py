@@ -40,7 +40,7 @@ class Placeholders:
 
 
 class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
-    """A Gemma 4 decoder with images and its language-model head.
+    """A Gemma 4 decoder for text and images, with its language-model head.
 
     This class reads three properties of ``vision_config``: the number of patches along each side of an image token
     (``pooled``), the number of values of a patch (``patch_values``), and the largest number of columns and rows of an

@@ -21,13 +21,13 @@ from liger_models.convert.weight_map import Expression, Rearrange, Stack, Weight
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4Config(Placeholders, Gemma4TextConfig):
-    """Sizes and constants, as in `Gemma4TextConfig`; ``vision_config`` holds the sizes of the tower."""
+    """Sizes and constants, as in `Gemma4TextConfig`; ``vision_config`` holds the sizes of the vision tower."""
 
     vision_config: Gemma4VisionConfig = field(default_factory=Gemma4VisionConfig)
 
 
 class LigerGemma4(Gemma4WithImages):
-    """Gemma 4 with images and its language-model head."""
+    """Gemma 4 for text and images, with its language-model head."""
 
     config_class = Gemma4Config
     tower_class = Gemma4Tower

@@ -4,7 +4,7 @@ Images keep their aspect ratio. A patch has a learned position for its column an
 keys are rotated by column and row. Blocks have norms before and after attention and MLP; queries, keys and values are
 also normalized. In E2B and E4B, the inputs and outputs of linear layers are clipped. The outputs of the last block are
 averaged over squares of patches and multiplied by sqrt(C). In 26B-A4B and 31B, the results are then standardized. A
-norm and a projection turn them into image tokens.
+norm and a projection turn the results into image tokens.
 
 Source: transformers ``models/gemma4``.
 """
@@ -279,8 +279,8 @@ class Gemma4Tower(nn.Module):
         return projected.flatten(0, 1)[padding.flatten().int().argsort(stable=True)]
 
     def _pooled(self, seen: Tensor, coordinates: Tensor, valid: Tensor) -> Tensor:
-        """Return, for each square of patches, the mean of the patches multiplied by sqrt(C). The result is fp32,
-        because fp16 might overflow."""
+        """For each square of patches, return sqrt(C) times the mean of the patches. The result is fp32, because fp16
+        might overflow."""
         (column, row), tokens = coordinates.unbind(-1), coordinates.shape[1] // self.pool**2
         # Number of squares in a row of the image, [n, 1]; padding has column 0.
         across = column.amax(1, keepdim=True) // self.pool + 1

@@ -121,7 +121,7 @@ class PatchEmbedder(nn.Module):
 
 
 class LigerGemma4Unified(Gemma4WithImages):
-    """Gemma 4 Unified with images and its language-model head."""
+    """Gemma 4 Unified for text and images, with its language-model head."""
 
     config_class = Gemma4UnifiedConfig
     tower_class = PatchEmbedder

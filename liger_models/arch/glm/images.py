@@ -3,8 +3,8 @@
 The language model is GLM-4-0414 with positions in time, height and width. Each of these three coordinates has its own
 section of the rotary frequencies. The projections of q, k and v always have biases, and the head dimension is
 ``hidden_size`` divided by the number of heads. If ``partial_rotary_factor`` is missing, the whole head is rotated, and
-``mrope_section`` must cover the whole head. In the text, each frame of a video is written like an image and followed by
-its time in seconds.
+``mrope_section`` must cover the whole head. In the text, the placeholders of a video frame are the same as those of an
+image, and the time of the frame in seconds follows them.
 
 Source: https://arxiv.org/abs/2507.01006, transformers ``models/glm4v``.
 """
@@ -25,7 +25,7 @@ from liger_models.layers.config import check_values
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4vConfig(Glm4vFields, text.GLM4Config):
-    """Sizes and constants of a GLM-4.1V model; ``vision_config`` holds the sizes of the tower."""
+    """Sizes and constants of a GLM-4.1V model; ``vision_config`` holds the sizes of the vision tower."""
 
     head_dim: int | None = None
     max_position_embeddings: int = 32768

@@ -1,8 +1,9 @@
 """The ``-hf`` releases of GLM-4-9B from June 2024 (``glm``), GLM-4-0414 (9B, 32B) and GLM-Z1 (``glm4``).
 
-Differ from Llama: only the first half (``partial_rotary_factor``) of each head is rotated, in pairs (2i, 2i + 1). If
-``attention_bias`` is set, the q, k and v projections have biases. The output projection never has a bias. Checkpoints
-store the gate and up projections as one tensor. In ``glm4``, attention and the MLP also have a norm after them.
+These models differ from Llama: only the first half (``partial_rotary_factor``) of each head is rotated, in pairs (2i,
+2i + 1). If ``attention_bias`` is set, the q, k and v projections have biases. The output projection never has a bias.
+Checkpoints store the gate and up projections as one tensor. In ``glm4``, attention and the MLP also have a norm after
+them.
 
 Source: https://arxiv.org/abs/2406.12793, https://huggingface.co/zai-org/GLM-4-9B-0414, transformers ``models/glm``,
 ``models/glm4``.

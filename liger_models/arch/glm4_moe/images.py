@@ -24,7 +24,7 @@ from liger_models.layers.config import check_values
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4vMoeConfig(Glm4vFields, text.Glm4MoeConfig):
-    """Sizes and constants of a GLM-4.5V model; ``vision_config`` holds the sizes of the tower."""
+    """Sizes and constants of a GLM-4.5V model; ``vision_config`` holds the sizes of the vision tower."""
 
     vocab_size: int = 151424
     head_dim: int | None = None

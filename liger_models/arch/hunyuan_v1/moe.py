@@ -61,7 +61,7 @@ class HunYuanMoEV1Block(HunYuanDenseV1Block):
 
 
 class LigerHunYuanMoEV1(CausalLM):
-    """Hunyuan with experts and its language-model head."""
+    """Hunyuan with a mixture of experts and with its language-model head."""
 
     config_class = HunYuanMoEV1Config
     block_class = HunYuanMoEV1Block

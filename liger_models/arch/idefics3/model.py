@@ -5,7 +5,7 @@ cut into square tiles, and a small copy of the whole image is added as one more 
 features of each square of ``scale_factor`` x ``scale_factor`` patches are concatenated and projected to one image
 token.
 
-transformers takes every tile whose pixels are all exactly 0 for padding and removes it, so an image of a single color
+transformers treats every tile whose pixels are all exactly 0 as padding and removes it, so an image of a single color
 can vanish. In this package, ``pixel_attention_mask`` decides which tiles are padding. If this mask is missing, a tile
 whose pixels are all 0 counts as padding.
 
@@ -101,7 +101,7 @@ class Idefics3Model(TileModel):
         return tiles[real]
 
     def tokens_of(self, pixels: Tensor | None) -> int:
-        """See `EqualImageModel.tokens_of`. The tiles may have another size than the config says."""
+        """See `EqualImageModel.tokens_of`. The size of the tiles may differ from the size in the config."""
         if pixels is None:
             return super().tokens_of(None)
         return int(pixels.shape[-1] // self.config.vision_config.patch_size // self.config.scale_factor) ** 2

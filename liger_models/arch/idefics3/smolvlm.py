@@ -14,7 +14,7 @@ from liger_models.arch.registry import add_family
 
 @dataclass(frozen=True, kw_only=True)
 class SmolVLMConfig(Idefics3Config):
-    """Sizes and constants of a SmolVLM model; ``vision_config`` holds the sizes of the tower."""
+    """Sizes and constants of a SmolVLM model; ``vision_config`` holds the sizes of the vision tower."""
 
 
 class LigerSmolVLM(model.Idefics3Model):

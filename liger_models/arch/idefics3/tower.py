@@ -35,7 +35,7 @@ class Idefics3VisionConfig(SiglipSizes):
 
 @dataclass(frozen=True, kw_only=True)
 class Idefics3Config(RMSNormDecoderConfig):
-    """Sizes and constants of an Idefics3 model; ``vision_config`` holds the sizes of the tower.
+    """Sizes and constants of an Idefics3 model; ``vision_config`` holds the sizes of the vision tower.
 
     Raises:
         ValueError: ``scale_factor`` is below 1 or above the number of rows of patches in a tile.

@@ -79,7 +79,7 @@ TEXT_TYPES = ("qwen2", "qwen3", "qwen3_moe")
 
 @dataclass(frozen=True, kw_only=True)
 class InternVLConfig(RMSNormDecoderConfig):
-    """Sizes and constants of an InternVL model; ``vision_config`` holds the sizes of the tower.
+    """Sizes and constants of an InternVL model; ``vision_config`` holds the sizes of the vision tower.
 
     ``text_type`` is the ``model_type`` of the language model in config.json. The fields from ``decoder_sparse_step`` to
     ``mlp_only_layers`` apply to ``qwen3_moe``, and ``attention_bias`` applies to ``qwen3`` and ``qwen3_moe``.

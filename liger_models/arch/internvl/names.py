@@ -71,8 +71,8 @@ def weight_map(config: InternVLConfig) -> WeightMap:
 def other_maps(config: InternVLConfig) -> list[WeightMap]:
     """Return the other layouts of tensor names that can be read.
 
-    They differ from the layout of `weight_map` as follows: the names are those of transformers 5's modules, one tensor
-    holds the same projection of all experts, or both.
+    Each of them differs from the layout of `weight_map` in one or both of these ways: the names are those of
+    transformers 5's modules; one tensor per projection holds all experts of a layer.
     """
     files, modules = ("language_model.model", "", "language_model.lm_head.weight"), (
         "model.language_model", "model.", "lm_head.weight",

@@ -108,7 +108,7 @@ def lfm2_map(
     layer, conv, full = (f"{theirs}.{{{index}}}" for index in ("i", "conv", "full"))
 
     def by_unit(name: str) -> Expression:
-        """Reorder the rows of the projections to ``B``, ``C`` and ``x`` so that each unit's rows are adjacent; see
+        """Reorder the rows that compute ``B``, ``C`` and ``x``, so that each unit's rows are adjacent; see
         `LigerGatedConv.units_of`."""
         parts = dict.fromkeys(("B", "C", "x"), config.hidden_size)
         rows = Rearrange("(u n) three ... -> (u three n) ...", Stack(list(parts), dim=1), u=units, three=3)

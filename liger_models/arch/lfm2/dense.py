@@ -5,7 +5,7 @@ Most layers have a gated short convolution, and the others have attention with n
 the MLP is two thirds of ``intermediate_size``, multiplied by ``block_ffn_dim_multiplier`` and rounded up to a multiple
 of ``block_multiple_of``. Otherwise, the width is ``intermediate_size``.
 
-With ``conv_bias``, which no released checkpoint has, padding is handled differently from transformers: for padding
+With ``conv_bias``, which no released checkpoint has, padding is handled differently than in transformers: for padding
 tokens, the bias of the projection does not enter the convolution.
 
 Source: https://arxiv.org/abs/2511.23404, transformers ``models/lfm2``.

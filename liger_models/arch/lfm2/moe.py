@@ -1,8 +1,8 @@
 """LFM2-8B-A1B, LFM2.5-8B-A1B: model_type ``lfm2_moe``.
 
-Differs from ``lfm2``: the MLP is a mixture of experts, except in the first ``num_dense_layers`` layers. Experts are
-chosen by the sigmoid of each logit plus a bias that no gradient trains. The width of dense MLPs is
-``intermediate_size``.
+Differs from ``lfm2``: the MLP is a mixture of experts, except in the first ``num_dense_layers`` layers. The score by
+which an expert is chosen is the sigmoid of its logit, plus a bias that is not trained by gradients. The width of dense
+MLPs is ``intermediate_size``.
 
 Source: https://arxiv.org/abs/2511.23404, transformers ``models/lfm2_moe``.
 """
@@ -69,7 +69,7 @@ class Lfm2MoeBlock(Lfm2Block):
 
 
 class LigerLfm2Moe(Lfm2Model):
-    """LFM2 with experts and its language-model head."""
+    """LFM2 with a mixture of experts and with its language-model head."""
 
     config_class = Lfm2MoeConfig
     block_class = Lfm2MoeBlock
@@ -77,8 +77,8 @@ class LigerLfm2Moe(Lfm2Model):
 
 
 def moe_map(config: Lfm2MoeConfig, *, fused: bool) -> WeightMap:
-    """Return the weight map of LFM2. If ``fused`` is set, one tensor holds the same projection of all experts of a
-    layer."""
+    """Return the weight map of LFM2. If ``fused`` is set, each layer has one tensor per projection, which holds all
+    experts."""
     dense, sparse = (f"model.layers.{{{index}}}.feed_forward" for index in ("dense", "sparse"))
     stacked = stacked_experts(f"{sparse}.experts", config.num_experts, fused=fused, names=("w1", "w3", "w2"))
     ours = "layers.{sparse}.feed_forward"

@@ -1,7 +1,7 @@
 """The processor of LFM2-VL, which turns text and images into model inputs.
 
 As in the other families, Pillow resizes the images, whereas torchvision resizes them in transformers. Some pixel values
-therefore differ from those of transformers by one of 256 levels.
+therefore differ from those of transformers by one level out of 256.
 
 Source: transformers ``image_processing_lfm2_vl.py``, ``processing_lfm2_vl.py``.
 """

@@ -50,7 +50,7 @@ class Lfm2VisionConfig(SiglipSizes):
 
 @dataclass(frozen=True, kw_only=True)
 class Lfm2VlConfig(Lfm2Config):
-    """Sizes and constants of an LFM2 model with images; ``vision_config`` holds the sizes of the tower."""
+    """Sizes and constants of an LFM2 model with images; ``vision_config`` holds the sizes of the vision tower."""
 
     image_token_id: int = 396
     projector_hidden_act: str = "gelu"

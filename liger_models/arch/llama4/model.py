@@ -28,7 +28,7 @@ from liger_models.convert.weight_map import WeightMap, decoder_map, tower_rows
 
 
 class LigerLlama4(EqualImageModel, Llama4Decoder):
-    """Llama 4 with images and its language-model head."""
+    """Llama 4 for text and images, with its language-model head."""
 
     config_class = Llama4Config
     tower_class = Llama4Tower

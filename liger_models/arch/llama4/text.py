@@ -13,9 +13,9 @@ is a multiple of ``interleave_moe_layer_step``. The input of an expert is multip
 logit. A shared expert processes all tokens, and its output is added to the output of the chosen experts.
 ``intermediate_size`` is the width of an expert, and ``intermediate_size_mlp`` is the width of a dense MLP.
 
-Queries are scaled by the same positions as in the rotation (``position_ids``). transformers instead numbers the cached
-and new tokens in order. It also numbers the left padding of a prompt, so in transformers, padding changes the generated
-tokens.
+The position ``p`` of a query is the same as in the rotation (``position_ids``). transformers instead numbers the cached
+and new tokens in order. Because transformers also counts the left padding of a prompt, padding changes the tokens that
+it generates.
 
 If ``attention_chunk_size`` is null, as in Llama Guard 4, no layer has chunks. transformers can't run a model with this
 setting.

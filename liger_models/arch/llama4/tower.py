@@ -88,7 +88,7 @@ class Llama4VisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama4Config(Llama4TextConfig):
-    """Sizes and constants of a Llama 4 model; ``vision_config`` holds the sizes of the tower."""
+    """Sizes and constants of a Llama 4 model; ``vision_config`` holds the sizes of the vision tower."""
 
     image_token_index: int = 200092
     boi_token_index: int = 200080

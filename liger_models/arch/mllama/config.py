@@ -62,7 +62,7 @@ class MllamaVisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MllamaConfig(RMSNormDecoderConfig):
-    """Sizes and constants of a Llama 3.2 Vision model; ``vision_config`` holds the sizes of the tower."""
+    """Sizes and constants of a Llama 3.2 Vision model; ``vision_config`` holds the sizes of the vision tower."""
 
     vocab_size: int = 128256
     intermediate_size: int = 14336

@@ -55,7 +55,8 @@ class ImageStates:
     ) -> "ImageStates":
         """Build the states from two masks that relate tokens to tiles.
 
-        As in transformers, a token that sees no tile attends to all tiles of its document, if the document has images.
+        If a token is masked from every tile but its document has images, the token attends to all tiles of the
+        document, as in transformers.
 
         Args:
             tokens: [B, S, C], the image tokens, where S = tiles · ``per_tile``; None if their keys and values are
@@ -196,8 +197,8 @@ class LigerCrossAttention(Layer):
         return {"q_proj.weight": 0, "k_proj.weight": 0, "v_proj.weight": 0, "o_proj.weight": 1}
 
     def shard_tokens(self, group: Group) -> None:
-        """Divide the tokens among R ranks. Outside attention, each rank has T / R tokens. Inside attention, it has all
-        T tokens and 1 / R of the heads.
+        """Divide the tokens among R ranks. Outside attention, each rank has T / R tokens. Inside attention, each rank
+        has all T tokens and 1 / R of the heads.
 
         Raises:
             ValueError: the number of KV heads is not a multiple of the number of ranks.

@@ -38,9 +38,9 @@ BILINEAR = 2
 def choose_tiles(height: int, width: int, ratios: Sequence[Sequence[int]], side: int) -> int:
     """Choose the arrangement of tiles for an image.
 
-    If the image fits into some arrangements without shrinking, choose the arrangement to which it would be enlarged
-    least. Otherwise, choose the arrangement for which the image shrinks least. Among equally good arrangements, choose
-    the one with the fewest tiles.
+    If the image fits into some arrangements without shrinking, choose the one of these that enlarges the image least.
+    Otherwise, choose the arrangement that shrinks the image least. Among equally good arrangements, choose the one with
+    the fewest tiles.
 
     Args:
         height, width: size of the image in pixels.

@@ -46,7 +46,7 @@ from liger_models.layers.qk_norm_attention import LigerGatedAttention
 
 @dataclass(frozen=True, kw_only=True)
 class MuseGlimmerConfig(RMSNormDecoderConfig):
-    """Sizes and constants of a Muse Glimmer model; ``vision_config`` holds the sizes of the tower.
+    """Sizes and constants of a Muse Glimmer model; ``vision_config`` holds the sizes of the vision tower.
 
     In config.json, ``hidden_act`` is called ``hidden_activation``. ``layer_rope_theta`` has an entry for each layer,
     which is 0 if the layer does not rotate q and k. All other layers have the rotary base ``rope_theta``.

@@ -44,7 +44,7 @@ ONLY_GEMMA2 = (
 
 @dataclass(frozen=True, kw_only=True)
 class PaliGemmaConfig(RMSNormDecoderConfig):
-    """Sizes and constants of a PaliGemma model; ``vision_config`` holds the sizes of the tower.
+    """Sizes and constants of a PaliGemma model; ``vision_config`` holds the sizes of the vision tower.
 
     ``text_type`` is "gemma" or "gemma2".
 

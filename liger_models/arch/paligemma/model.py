@@ -2,14 +2,14 @@
 
 The language model is Gemma, or Gemma 2 in PaliGemma 2. The vision tower is SigLIP, and a linear layer projects each of
 its patches to an image token. The prefix of a document consists of all tokens before the answer: the images, the BOS
-token, and the question. The tokens of the prefix attend to each other in both directions. They do so in all layers,
-even if they are further apart than a layer's attention window. The tokens of the answer attend to all tokens before
-them, as in every decoder.
+token, and the question. The tokens of the prefix attend to each other in both directions. This is the case in all
+layers, even for tokens that are further apart than the attention window of the layer. The tokens of the answer attend
+to all tokens before them, as in every decoder.
 
 ``token_type_ids`` are 0 in the prefix and 1 after it. transformers lets all tokens of a row attend to each other if
-there are no ``token_type_ids``, the batch has no padding, and attention is "sdpa". In this case, a token sees even its
-own label. In this package, if ``token_type_ids`` are missing, the prefix of a document ends before its first label.
-Without labels, the forward is causal, and the prompts of ``generate`` are prefixes.
+there are no ``token_type_ids``, the batch has no padding, and attention is "sdpa". In this case, a token also attends
+to the next token, which is its own label. In this package, if ``token_type_ids`` are missing, the prefix of a document
+ends before its first label. Without labels, the forward is causal, and the prompts of ``generate`` are prefixes.
 
 Positions start at 1 in transformers and at 0 in this package. The result is the same, because attention depends only on
 differences between positions.

@@ -38,7 +38,7 @@ class Qwen3_5VisionConfig(Qwen3VLVisionConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3_5Config(Qwen3_5TextConfig):
-    """Sizes and constants of a Qwen3.5 model; ``vision_config`` holds the sizes of the tower."""
+    """Sizes and constants of a Qwen3.5 model; ``vision_config`` holds the sizes of the vision tower."""
 
     image_token_id: int = 248056
     video_token_id: int = 248057
@@ -51,7 +51,7 @@ class Qwen3_5Config(Qwen3_5TextConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3_5MoeConfig(Qwen3_5MoeTextConfig):
-    """Sizes and constants of a Qwen3.5 model with experts; ``vision_config`` holds the sizes of the tower."""
+    """Sizes and constants of a Qwen3.5 model with experts; ``vision_config`` holds the sizes of the vision tower."""
 
     image_token_id: int = 248056
     video_token_id: int = 248057

@@ -221,8 +221,8 @@ def text_maps(config: HybridConfig) -> list[WeightMap]:
 def multimodal_maps(config: Any) -> list[WeightMap]:
     """The weight maps of a Qwen3.5 model with its tower.
 
-    The first map is for the layout on the hub, in which one tensor holds the same projection of all experts. The later
-    half of the maps is for names with older prefixes.
+    The first map is for the layout on the hub, in which one tensor per projection holds all experts of a layer. The
+    later half of the maps is for names with older prefixes.
     """
     layouts = (True, False) if _has_experts(config) else (False,)  # whether experts are fused
     maps = []

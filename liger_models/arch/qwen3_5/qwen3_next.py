@@ -57,8 +57,8 @@ def weight_map(config: Qwen3NextConfig) -> WeightMap:
 
 
 def other_maps(config: Qwen3NextConfig) -> list[WeightMap]:
-    """The weight map for checkpoints of transformers 5, in which one tensor holds the same projection of all experts of
-    a layer."""
+    """The weight map for checkpoints of transformers 5, in which one tensor per projection holds all experts of a
+    layer."""
     return [hybrid_map(config, four_projections=False, fused=True)]
 
 

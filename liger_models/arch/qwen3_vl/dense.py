@@ -22,7 +22,7 @@ from liger_models.layers.config import RMSNormDecoderConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3VLConfig(RMSNormDecoderConfig):
-    """Sizes and constants of a Qwen3-VL model; ``vision_config`` holds the sizes of the tower."""
+    """Sizes and constants of a Qwen3-VL model; ``vision_config`` holds the sizes of the vision tower."""
 
     vocab_size: int = 151936
     intermediate_size: int = 22016

@@ -21,7 +21,7 @@ from liger_models.layers.moe import LigerMoE
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3VLMoeConfig(Qwen3VLConfig):
-    """Sizes and constants of a Qwen3-VL-MoE model; ``vision_config`` holds the sizes of the tower."""
+    """Sizes and constants of a Qwen3-VL-MoE model; ``vision_config`` holds the sizes of the vision tower."""
 
     hidden_size: int = 2048
     intermediate_size: int = 5632
