@@ -63,7 +63,7 @@ class Group:
         return dist.get_process_group_ranks(self.process_group)
 
     def local_slice(self, tokens: int) -> slice:
-        """Return the slice that selects this rank's shard of ``tokens`` tokens."""
+        """Return the slice that selects this rank's shard of a sequence of ``tokens`` tokens."""
         length = tokens // self.size
         return slice(length * self.rank, length * (self.rank + 1))
 

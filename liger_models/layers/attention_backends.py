@@ -118,7 +118,7 @@ def attention(
     dropout: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention within documents and within a window. It is causal unless the layout says otherwise.
+    """Compute attention within documents and within a window. Attention is causal unless the layout says otherwise.
 
     The backends of `WITHOUT_MASK` are tried first, then the backends of `WITH_MASK`. The first backend that supports
     the call computes the result. On an accelerator, a T × T mask is never materialized, and scores are materialized
@@ -543,7 +543,8 @@ def _takes_narrow_values(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, 
 
 
 def _sdpa_by_heads(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Run `_sdpa` on q, k, v [B, T, heads, D]. If the queries are large, run it for a part of the heads at a time."""
+    """Run `_sdpa` on q, k, v [B, T, heads, D]. If the queries are large, run `_sdpa` for a part of the heads at a
+    time."""
     most = MOST_QUERIES if repeats() is None else MOST_RECOMPUTED
     if torch.compiler.is_compiling() or q.numel() <= most:
         return _sdpa(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)

@@ -408,7 +408,7 @@ def _lengths(positions: Tensor, documents: Tensor | None, count: int) -> Tensor 
 def _spans(
     documents: Tensor | None, B: int, T: int, past: int, device: torch.device, pages: Pages | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute `BatchLayout.spans` for a batch [B, T] that follows ``past`` cached tokens."""
+    """Compute `BatchLayout.spans` for a batch [B, T] whose rows each have ``past`` cached tokens."""
     if pages is not None:
         # The keys of a row are numbered from 0 within its pages.
         return torch.zeros_like(pages.lengths), pages.lengths - 1

@@ -16,7 +16,7 @@ from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
 class Block(nn.Module):
-    """The methods that create the layers of a block. By default, they create the same layers as in Llama.
+    """The methods that create the layers of a block. By default, these methods create the same layers as in Llama.
 
     A derived class overrides the methods or the constants for layers that differ from Llama's.
     """

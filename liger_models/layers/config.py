@@ -319,5 +319,6 @@ def check_layer_types(
 
 
 def is_sliding(layer: int, layer_types: list[str] | None, *, default: bool) -> bool:
-    """Return whether ``layer_types`` gives the layer an attention window. If it is None, return ``default``."""
+    """Return whether ``layer_types`` gives the layer an attention window. If ``layer_types`` is None, return
+    ``default``."""
     return default if layer_types is None else layer_types[layer] == "sliding_attention"

@@ -102,8 +102,8 @@ class CausalLMConfig(Protocol):
 
 
 def take_cu_seqlens(cu_seqlens: Tensor | None, options: dict[str, Any]) -> Tensor | None:
-    """Return ``cu_seqlens``. If it is None, return the same tensor from ``options``, where it has the names that
-    transformers' collator uses.
+    """Return ``cu_seqlens``. If ``cu_seqlens`` is None, return the tensor that transformers' collator has added to
+    ``options`` under its own names.
 
     Raises:
         ValueError: ``cu_seqlens`` is given under both names, some of the collator's names are missing, or a value is
@@ -247,7 +247,8 @@ class Decoder(nn.Module):
         return LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
 
     def build_rotary(self, config: Any) -> dict[str, nn.Module]:
-        """Build the rotary embeddings. The keys of the result are the names by which attention layers refer to them."""
+        """Build the rotary embeddings. Each key of the result is the name by which attention layers refer to that
+        embedding."""
         rotary = RotaryEmbedding(
             config.rotary_width, config.rope_theta, config.rope_scaling, config.max_position_embeddings
         )
@@ -810,8 +811,8 @@ class Decoder(nn.Module):
         return torch.stack(chosen, 1).to(torch.int16)
 
     def _share_experts(self, experts: Tensor, B: int, T: int) -> tuple[Tensor, ...]:
-        """Return this rank's part of ``routed_experts``, with R ranks: a tensor [B, T / R, K] for each layer that has
-        routed experts."""
+        """On one of R ranks, return this rank's part of ``routed_experts``: a tensor [B, T / R, K] for each layer that
+        has routed experts."""
         routers, name = self.routers, type(self).__name__
         if not routers:
             raise ValueError(f"forward: routed_experts need layers with routed experts, got {name} without any.")
@@ -925,7 +926,7 @@ class Decoder(nn.Module):
 
 
 def _resets_itself(module: nn.Module) -> bool:
-    """Whether a subclass of a linear layer, an embedding or a layer with `Layer.draw` has added
+    """Whether the module's class derives from a linear layer, an embedding or a `Layer`, and adds its own
     ``reset_parameters``."""
     if isinstance(module, nn.Linear | nn.Embedding):
         bases = (nn.Linear, nn.Embedding, LigerEmbedding)

@@ -109,8 +109,8 @@ class FrozenParameters(nn.Module):
         return self.of_gathered({name: _whole(tensor) for name, tensor in self.tensors(codes).items()})
 
     def of_gathered(self, tensors: Mapping[str, Tensor]) -> FrozenWeight:
-        """Return the whole weight in the form that ops take; ``tensors`` are its unsharded tensors, named as in
-        `tensors`."""
+        """Return the whole weight in the form that ops take. The argument ``tensors`` has the weight's unsharded
+        tensors, under the names that the method `tensors` gives them."""
         return self._weight_of(tensors, self.shape)
 
     def tensors(self, codes: Tensor) -> dict[str, Tensor]:
@@ -343,7 +343,7 @@ def dtype_of(linear: nn.Linear) -> torch.dtype:
 def own_parameters(module: nn.Module) -> dict[nn.Parameter, int]:
     """Map each of a module's own parameters to its number of elements.
 
-    Codes count as the elements of the dense weight.
+    For codes, this is the number of elements of the dense weight.
     """
     if isinstance(module, FrozenParameters):
         return {}

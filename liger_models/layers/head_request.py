@@ -27,7 +27,7 @@ class HeadRequest(NamedTuple):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "HeadRequest":
-        """Make a request from keyword arguments. Their names may be those of this package or those of transformers."""
+        """Make a request from keyword arguments, which may have the names of this package or those of transformers."""
         return cls(**translate("forward", options, cls._fields))
 
     @property

@@ -93,7 +93,7 @@ class DecodeCache:
         return self._states[layer] if self.length else None
 
     def replace_states(self, layer: int, *states: Tensor) -> None:
-        """Replace a layer's states by the given states, which follow the new tokens."""
+        """Replace a layer's states by the given states, which are the states after the new tokens."""
         self._new_states[layer] = states
 
     def advance(self, tokens: int) -> None:

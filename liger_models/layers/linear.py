@@ -172,6 +172,6 @@ def ranks_of(linear: nn.Linear) -> Group | None:
 def row_parallel(linear: nn.Linear) -> RowParallelLinear | None:
     """Return the layer itself if its input features are sharded over ranks; otherwise return None.
 
-    If a fused op computes a returned layer, it must call the layer's ``sum`` afterwards.
+    A caller that computes the returned layer in a fused op must then call the layer's ``sum``.
     """
     return linear if isinstance(linear, RowParallelLinear) else None

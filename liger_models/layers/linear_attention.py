@@ -247,7 +247,8 @@ class LinearAttention(Layer):
         return torch.cat(outs, 1).flatten(0, 1)[:, None]
 
     def by_part(self, parameter: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Reorder the rows of this rank's shard of a parameter from groups by unit to groups by part.
+        """Reorder the rows of this rank's shard of a parameter. They are grouped by unit, and the result is grouped by
+        part.
 
         ``sizes`` lists how many rows each part has in a unit.
         """
@@ -284,7 +285,7 @@ def run(
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """Run an op or its reference implementation.
 
-    Returns ``(result, final state)``. If the op runs and ``stateful`` is False, the final state is None.
+    Returns ``(result, final state)``. If ``kernel`` is True and ``stateful`` is False, the final state is None.
     """
     first = args[0]
     assert first is not None

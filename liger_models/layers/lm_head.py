@@ -75,7 +75,8 @@ class LabeledRows:
             self.copied = stream.record_event()
 
     def select(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return n rows of x [..., C], and the same rows of the targets. All rows that have a target are among them.
+        """Return n rows of x [..., C], and the same rows of the targets. The n rows include all rows that have a
+        target.
 
         n is a multiple of `ROW_MULTIPLE`. If there are at most n rows, x and the targets are returned unchanged.
         """

@@ -215,8 +215,8 @@ class LigerMamba2(LinearAttention):
     def units_of(num_heads: int, head_dim: int, num_groups: int, state_size: int) -> tuple[int, tuple[int, ...]]:
         """Return the number of units, and the number of rows of each part in a unit.
 
-        All units have the same number of heads and the same number of channels of B and C. Under this condition, there
-        are as many units as possible.
+        All units have the same number of heads and the same number of channels of B and C. The number of units is the
+        largest with which this is possible.
         """
         channels = num_groups * state_size
         units = math.gcd(num_heads, channels)

@@ -261,9 +261,9 @@ def _block_mask(
 ) -> "BlockMask":
     """Build the block mask of `text_mask`.
 
-    The mask is computed from the first and last token and the first and last document of each block. It is not computed
-    from all pairs of tokens. The window and the cached length are tensors, so that flex_attention is compiled only once
-    for all their values.
+    The mask is computed only from the first and last token and the first and last document of each block, not from all
+    pairs of tokens. The window and the cached length are tensors, so that flex_attention is compiled only once for all
+    their values.
     """
     S = past + T
     # These are tensors, because a Python number would become a constant of the compiled kernel.

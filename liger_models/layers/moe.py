@@ -249,7 +249,8 @@ class LigerMoE(Layer):
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """Return which fraction is repeated: 0 for the policy "none", else 2 / 3, or 1 / 2 if experts have no gate."""
+        """Return which fraction the backward repeats. It is 0 for the policy "none". Under other policies, it is 2 / 3,
+        or 1 / 2 if the experts have no gate."""
         inputs = inputs_of(self.act)
         return 0.0 if policy == "none" else inputs / (inputs + 1)
 
@@ -414,8 +415,8 @@ class LigerMoE(Layer):
     def _of_all_tokens(
         self, weights: Tensor, experts: Tensor, logits: Tensor, shape: torch.Size, group: Group
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the router's results for all tokens, whose shape is [B, T] (``shape``). If the ranks have different
-        tokens, gather the results of all ranks."""
+        """Return the router's results for all tokens; ``shape`` is (B, T). If the ranks have different tokens, gather
+        the results of all ranks."""
         if not group.sequence_parallel:
             return sum_gradient(weights, group), experts, logits
         # Tokens [B, T / R] are gathered along the second dimension.
@@ -521,7 +522,7 @@ def update_correction_biases(model: Any, experts: Tensor, rate: float = 1e-3) ->
     experts that got more.
 
     Call this function after the backward of a step, on all ranks. In each layer, the bias of expert ``e`` changes by
-    ``rate · sign(mean(load) − load_e)``, where ``load_e`` is the number of tokens that expert ``e`` had on all
+    ``rate · sign(mean(load) − load_e)``, where ``load_e`` is the number of tokens that expert ``e`` received from all
     ranks.
 
     Args:

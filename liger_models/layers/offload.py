@@ -182,8 +182,8 @@ class Offload:
         return saved_tensors_hooks(self._pack if leave else self._keep, self._unpack)
 
     def settle(self, most: int = 0) -> None:
-        """Make the compute stream wait until copies of at most ``most`` bytes are unfinished. Free the tensors whose
-        copies have finished by then."""
+        """Make the compute stream wait for copies to the host until at most ``most`` bytes are left to copy. Free the
+        tensors that have been copied by then."""
         under_way = sum(data.nbytes for data, _ in self._leaving)
         while under_way > most:
             data, kept = self._leaving.popleft()

@@ -52,8 +52,8 @@ class PagePool(PagedCache):
         self._holders = [0] * pages
 
     def resize(self, kept: list[int]) -> None:
-        """Keep only the rows ``kept``, renumbered from 0. Afterwards, the caller must assign pages to the rows again,
-        and capture the step again."""
+        """Keep only the rows that ``kept`` lists, and number them from 0. Afterwards, the caller must assign pages to
+        the rows again, and capture the step again."""
         rows = self.upload(kept)
         self._states = {layer: tuple(state[rows] for state in states) for layer, states in self._states.items()}
         self._make_tables(len(kept))
@@ -86,7 +86,7 @@ class PagePool(PagedCache):
         return list(pages)
 
     def give_back(self, pages: list[int]) -> None:
-        """Release these pages from one row. A page that no other row holds becomes free."""
+        """Record that one row no longer uses these pages. A page that no other row holds becomes free."""
         for page in pages:
             self._holders[page] -= 1
             if not self._holders[page]:

@@ -138,7 +138,7 @@ class PagedCache(DecodeCache):
         self.capacity = new * self.page
 
     def of_rows(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Along dimension ``dim``, expand x from the rows that `start` prepared to the rows of a step."""
+        """Expand dimension ``dim`` of x, which has the rows that `start` prepared, to the rows of a step."""
         return x if self._row is None else x.index_select(dim, self._row)
 
     def _of_prompts(self, x: Tensor) -> Tensor:

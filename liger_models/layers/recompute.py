@@ -45,7 +45,7 @@ def run_preparing_hooks(module: nn.Module) -> None:
 def repeats() -> bool | None:
     """Whether the backward is recomputing the block that is running; None outside of `run_again`.
 
-    The recomputation of a block stops after the last tensor that the backward needs.
+    The recomputation of a block stops as soon as it has computed the last tensor that the backward needs.
     """
     return None if torch.compiler.is_compiling() else _REPEATS.get()
 

@@ -174,7 +174,8 @@ def _yarn_frequencies(base: Tensor, width: int, theta: float, scaling: YarnScali
 
 
 def switch_columns(rotary: Iterable[Layer], positions: Tensor) -> list[int]:
-    """Return the columns at which some row becomes so long that its frequencies switch (`LongRopeScaling`).
+    """Return the columns of the batch (indices along S) at which some row becomes so long that its frequencies switch
+    (`LongRopeScaling`).
 
     Keys that were cached before such a column were rotated with the old frequencies.
 

@@ -3,9 +3,9 @@
 Blocks that save the same bytes and take the same time to recompute are of one type, and the search only chooses how
 many blocks of each type get each policy. The peak depends on two sums over blocks (bytes kept on the device, and bytes
 offloaded) and on two maxima: the most bytes that the backward recomputes for a single block, and the bytes of the
-largest offloaded tensor. The search tries all pairs of upper bounds for the two maxima. For each pair, it compares all
-choices that stay within the bounds, only by their sums. A choice is dropped if another choice takes fewer bytes and
-less time.
+largest offloaded tensor. The search tries all pairs of upper bounds for the two maxima. For each pair of bounds, the
+search compares the sums of all choices that stay within the bounds. A choice is dropped if another choice takes fewer
+bytes and less time.
 """
 
 import functools
@@ -152,8 +152,8 @@ class Search:
     def _compare_sums(self, case: Case, stay: Tensor, away: Tensor, in_backward: bool) -> None:
         """Compare the candidates of a case that have the given sums over blocks.
 
-        There are H possible numbers of blocks whose moments are kept in host memory, and A rows of ``away``. For each
-        of the H · A combinations, bisection finds the fastest row of ``stay`` for which the peak fits.
+        The number of blocks whose moments are kept in host memory has H possible values, and ``away`` has A rows. For
+        each of the H · A combinations, bisection finds the fastest row of ``stay`` for which the peak fits.
 
         Args:
             case: the case.
@@ -192,7 +192,8 @@ class Search:
             self.fastest = Candidate(best_stay, best_away, case.offload, int(host_counts[best]), in_backward)
 
     def _peaks(self, case: Case, away: Tensor, freed: Tensor, in_backward: bool) -> tuple[Tensor, Tensor]:
-        """Compute two tables [H, A] of peak memory: while activations exist, and after activations have been freed.
+        """Compute two tables [H, A] of peak memory: one for the time while activations exist, and one for the time
+        after they have been freed.
 
         The peaks in the first table do not include the activations that stay on the device. The caller adds the bytes
         of these activations. The peaks in the second table occur at the end of the backward or when the optimizer
@@ -230,8 +231,8 @@ class Search:
         return float(self.times.step(seconds, moved, 0, False))
 
     def _freed_bytes(self, offload: int) -> Tensor:
-        """For each of the H possible numbers of blocks whose moments are kept in host memory, compute the bytes of
-        these moments."""
+        """The number of blocks whose moments are kept in host memory has H possible values. For each value, compute the
+        bytes of these moments."""
         offloaded, moments = offloaded_blocks(self.blocks, offload), self.memory.moments
         choices = (host_blocks(self.blocks, count, offloaded) for count in self._host_counts)
         return torch.tensor([sum(moments[index] for index in blocks) for blocks in choices])

@@ -76,8 +76,8 @@ def _sum_of_shard(tensor: Tensor) -> Tensor:
 
 
 def version_of(tensor: Tensor) -> tuple[int, int]:
-    """Return two numbers. The first changes when a DTensor is written to, and the second when this rank's shard is
-    written to."""
+    """Return two version numbers. The first number changes when a DTensor is written to, and the second number changes
+    when this rank's shard is written to."""
     return tensor._version, local(tensor)._version
 
 

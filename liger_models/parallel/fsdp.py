@@ -59,10 +59,11 @@ def apply_fsdp(
     The parameters of a group are gathered together. The groups are: the embedding; each block, including the blocks of
     a vision tower; and the head, which stays gathered until its backward. A tied embedding and head form one group,
     which stays gathered from its first to its last use. Parameters that are used and trained in fp32, such as the
-    decays of Mamba-2, form a separate group, which is gathered and reduced in fp32. The final norm and a tower's
-    parameters outside its blocks form the group of the model itself. If `apply_ep` has distributed a layer's experts,
-    the experts on a rank form a group, which is sharded over the ranks that hold the same experts. If only one rank
-    holds the experts of such a group, and they already have ``param_dtype``, FSDP2 leaves them unchanged.
+    decays of Mamba-2, form a separate group, which is gathered and reduced in fp32. The group of the model itself
+    consists of the final norm and, in a vision tower, the parameters outside the blocks. If `apply_ep` has distributed
+    a layer's experts, the experts on a rank form a group, which is sharded over the ranks that hold the same experts.
+    If only one rank holds the experts of such a group, and the experts already have ``param_dtype``, FSDP2 neither
+    shards nor casts them.
 
     Parameters keep their dtype (fp32 for master weights), and the computation uses ``param_dtype``. Weights that
     `quantize_base` has quantized or that `from_pretrained` has kept in float8 are sharded and gathered in their
@@ -188,11 +189,11 @@ def apply_fsdp(
 
 
 def _parameters_that_stay(model: Decoder, param_dtype: torch.dtype | None, *, alone: bool) -> set[Any]:
-    """Return the parameters that FSDP2 must leave unchanged.
+    """Return the parameters that FSDP2 must neither shard nor cast.
 
-    FSDP2 does not change frozen quantized experts that `apply_ep` or `apply_tp` has distributed. Dense experts stay
-    unchanged as well if no other rank holds the same experts (``alone``) and FSDP2 need not cast them, because FSDP2
-    would only copy them.
+    These are the frozen quantized experts that `apply_ep` or `apply_tp` has distributed. If no other rank holds the
+    same experts (``alone``) and FSDP2 need not cast them, dense experts are returned as well, because FSDP2 would only
+    copy them.
     """
     ignored = {
         parameter

@@ -1,9 +1,9 @@
 """Computations that need whole matrices of sharded parameters: one rank gathers a matrix, computes the result, and
 sends shards of the result back.
 
-The result for each matrix is computed only once, by one of the ranks that hold shards of the matrix. The ranks of all
-HSDP replicas are among them. If some ranks hold the whole matrix, for example the matrix of an expert, one of these
-ranks computes the result, and no shards are exchanged.
+The result for each matrix is computed only once, by one of the ranks that hold shards of the matrix. With HSDP, it may
+be a rank of any replica. If some ranks hold the whole matrix, for example the matrix of an expert, one of these ranks
+computes the result, and no shards are exchanged.
 """
 
 import math
@@ -266,8 +266,8 @@ def _group(mesh: Any) -> Any:
 def _candidates(
     shape: Sequence[int], parts: Sequence[Part], rows: Sequence[Tensor], device: torch.device
 ) -> list[_Candidate]:
-    """Divide a parameter into units. No unit is larger than a bucket, and there are enough units for all possible
-    owners.
+    """Divide a parameter into units. No unit is larger than a bucket, and there are enough units to give one to every
+    possible owner.
 
     Args:
         shape: shape of the parameter.
@@ -342,8 +342,8 @@ def _index(rows: Tensor, device: torch.device) -> slice | Tensor:
 def _senders(pieces: dict[int, Piece], owner: int) -> list[int]:
     """Return the ranks that send their pieces. If several ranks have equal pieces (replicas), only one of them sends.
 
-    All pieces come from the owner's replica of the model: if the owner is the i-th of the ranks that hold its own
-    piece, every other piece is sent by the i-th of the ranks that hold that piece.
+    The senders are the ranks of the owner's replica of the model. If the owner is number i among the ranks with the
+    same piece, the sender of every other piece is also number i among the ranks that have that piece.
     """
     equal: dict[Any, list[int]] = defaultdict(list)
     for rank, piece in pieces.items():

@@ -9,7 +9,7 @@ from liger_models.distributed.ranks import world_size
 
 
 def own_dimension(where: str, mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return the dimension ``name`` of a mesh, or the mesh itself if it has only one dimension.
+    """Return the dimension of a mesh that is called ``name``, or the mesh itself if it has only one dimension.
 
     Args:
         where: name of the calling function, for errors.

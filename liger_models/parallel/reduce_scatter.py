@@ -62,7 +62,7 @@ class _Buffer(Tensor):
 
 
 def _concatenate(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> None:
-    """Fill the row of each rank in ``out`` with the rank's chunks of all tensors, one after the other.
+    """``out`` has a row for each rank. Fill each row with the rank's chunks of all tensors, one after the other.
 
     PyTorch's own kernel reads a table with an entry for every few KB of a chunk, and the host needs milliseconds to
     build this table. On two ranks, PyTorch's kernel takes twice as long as this function for a large layer, and four

@@ -386,7 +386,7 @@ def _tensors(model: nn.Module) -> dict[str, Any]:
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer, names: set[str]) -> dict[str, Any]:
-    """Return an optimizer state for the parameters ``names`` that serves as the target for loading a saved state.
+    """Return an optimizer state for the parameters called ``names``. A saved state is then loaded into this state.
 
     A parameter that never had a gradient has no state in the checkpoint.
     """

@@ -110,7 +110,8 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False,
 
 
 def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
-    """Distribute a model's experts over the R ranks of a mesh, in place. Each token visits the ranks of its experts.
+    """Distribute a model's experts over the R ranks of a mesh, in place. Each token is sent to the ranks that hold its
+    experts.
 
     The ranks have different batches, as in data parallelism. The load-balancing loss covers the tokens of all ranks.
     Everything except the experts is replicated. Call `apply_fsdp` afterwards with the same mesh, to shard the weights
