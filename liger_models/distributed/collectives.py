@@ -196,8 +196,8 @@ def for_op(group: Group | None) -> tuple[str, int, bool]:
 def _same(x: Tensor) -> Tensor:
     """Return x as the output of an autograd function that leaves the values as they are and changes only the gradient.
 
-    In a compiled graph, the result is a copy. If it were a view of x, PyTorch would replace it by another view of x,
-    and the gradient would bypass the backward of the autograd function.
+    In a compiled graph, the result is a copy. If the result were a view of x, PyTorch would replace the result by
+    another view of x, and the gradient would bypass the backward of the autograd function.
     """
     return x.clone() if torch.compiler.is_compiling() else x.view_as(x)
 

@@ -260,7 +260,7 @@ class LatentDecoderConfig(RMSNormDecoderConfig):
 
     @property
     def attention_scale(self) -> float:
-        """The number by which attention multiplies q·k. With YaRN, it also depends on ``mscale_all_dim``."""
+        """The number by which attention multiplies q·k. With YaRN, this number also depends on ``mscale_all_dim``."""
         scale: float = self.head_size**-0.5
         if not isinstance(self.rope_scaling, YarnScaling):
             return scale

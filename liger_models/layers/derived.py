@@ -51,7 +51,7 @@ class DerivedTensors:
     def refresh(self) -> None:
         """Recompute all outdated tensors.
 
-        Call this before a captured CUDA graph that reads the tensors but does not compute them itself.
+        Call this before the replay of a captured CUDA graph that reads the tensors but does not compute them.
         """
         if len(self.current) < len(self._tensors):
             for key, compute in self._compute.items():

@@ -206,8 +206,8 @@ class FrozenParameters(nn.Module):
             self._copy_own_part(parameters, weight, start)
 
     def _copy_own_part(self, parameters: dict[str, Any], weight: FrozenWeight, first: int = 0) -> None:
-        """Copy this rank's part of the weight into the parameters. ``weight`` begins at row or expert ``first`` of the
-        whole weight."""
+        """Copy this rank's part of the weight into the parameters. The first row (or expert) of ``weight`` is the row
+        (or expert) ``first`` of the whole weight."""
         tensors = self.format.pack(weight)
         if self.sharded is not None:
             # Rearrange the tensors in the same way as the parameters, so that this rank's slice is contiguous.

@@ -196,7 +196,8 @@ class LigerLatentAttention(BaseAttention):
         return Latents(*latents.split([self.q_rank, self.kv_rank, self.rope_dim], -1))
 
     def _to_heads(self, projected: Latents, context: Group) -> tuple[Tensor, Tensor, Tensor]:
-        """Return, for all tokens, q and projected latents of this rank's heads, and the key part that all heads share.
+        """For all tokens, return the queries and the projected latents of this rank's heads, and the part of the keys
+        that all heads share.
 
         The ranks exchange latents, which are smaller than keys and values, and each rank projects them to its heads.
         """

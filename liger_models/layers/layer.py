@@ -159,7 +159,7 @@ class Layer(nn.Module):
         return True
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Turn the layer into this rank's shard of it (tensor parallelism).
+        """Turn the whole layer into this rank's shard (tensor parallelism).
 
         Args:
             group: the process group to shard over.

@@ -216,7 +216,7 @@ class LinearAttention(Layer):
         return local(parameter) if context is None else local(parameter).chunk(context.size)[context.rank]
 
     def _mix_all(self, projected: Tensor, layout: BatchLayout) -> Tensor:
-        """Apply `mix` to all tokens with the states in the cache, after masking padding and joining packed rows."""
+        """Mask padding, join packed rows, and apply `mix` to all tokens with the states in the cache."""
         B, T, _ = projected.shape
         padding, bounds, cache = layout.padding(T), layout.bounds, layout.cache
         if cache is not None and cache.width > 1:

@@ -85,7 +85,7 @@ class Segments:
 
     @classmethod
     def of_chunks(cls, B: int, T: int, size: int, device: torch.device) -> "Segments":
-        """Build one segment per chunk of ``size`` tokens of each row of the batch [B, T]."""
+        """Split each row of the batch [B, T] into chunks of ``size`` tokens, and build one segment per chunk."""
         rows = torch.arange(0, B * T, max(T, 1), device=device)[:, None]
         starts = (rows + torch.arange(0, T, size, device=device)).flatten()
         bounds = torch.nn.functional.pad(starts, (0, 1), value=B * T)
@@ -224,7 +224,8 @@ def text_mask(
 
 
 def document_mask(documents: Tensor) -> Mask:
-    """Build the bidirectional mask within documents; ``documents`` [B, N] holds ascending document numbers."""
+    """Build the mask with which each token attends to its whole document; ``documents`` [B, N] holds ascending document
+    numbers."""
     if documents.device.type not in ACCELERATORS:
         return Mask(dense=(documents[:, :, None] == documents[:, None, :])[:, None])
     return Mask(block=_document_block_mask(documents))

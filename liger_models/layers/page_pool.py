@@ -152,8 +152,8 @@ class PagePool(PagedCache):
         self.pages, self.length, self.width = Pages(self._table, self.lengths), 1, 1
 
     def speculate(self, n: int, offset: int = 0) -> Tensor:
-        """Prepare a forward of n tokens per row. After the forward, `accept` keeps the first of these tokens in each
-        row.
+        """Prepare a forward of n tokens per row. After the forward, `accept` keeps the accepted tokens, which are the
+        first of each row's n tokens.
 
         In this forward, each token is a separate row of the batch. The batch thus has ``rows · n`` rows, in which the n
         tokens of each row of the pool are consecutive. Neither ``lengths`` nor the linear-attention states change.

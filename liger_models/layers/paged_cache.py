@@ -1,4 +1,4 @@
-"""The paged decode cache. Its steps do not depend on values on the host, so a captured step can be replayed."""
+"""The paged decode cache. Decoding steps do not depend on values on the host, so a captured step can be replayed."""
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -178,7 +178,7 @@ class PagedCache(DecodeCache):
         return same and len(self.extra) == len(self._fixed)
 
     def step(self) -> None:
-        """Prepare a forward of one token per row, which is stored after the other tokens of the row."""
+        """Prepare a forward of one token per row. Each token is stored after the other tokens of its row."""
         self.slots = self._slots_of(self._table, self.lengths[:, None].long()).flatten()
         self.lengths += 1
         self.pages = Pages(self._table, self.lengths)

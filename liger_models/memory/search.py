@@ -316,8 +316,8 @@ class Search:
 def host_blocks(blocks: int, count: int, offloaded: Collection[int]) -> tuple[int, ...]:
     """Choose the ``count`` blocks whose moments are kept in host memory.
 
-    The chosen blocks are evenly spread over the blocks that are not offloaded. If fewer than ``count`` blocks are not
-    offloaded, the chosen blocks are evenly spread over all blocks.
+    The chosen blocks are evenly spread over the blocks that are not offloaded. If there are fewer than ``count`` such
+    blocks, the chosen blocks are evenly spread over all blocks.
     """
     stay = [index for index in range(blocks) if index not in offloaded]
     pool = stay if count <= len(stay) else range(blocks)

@@ -135,7 +135,7 @@ def _shares(module: nn.Module, policy: str, share: float) -> Iterator[tuple[nn.M
     """For each module in a block, yield the module and the fraction of its operations that the backward repeats.
 
     If a module does not define its own fraction (`Layer.recomputed_share`), the fraction of its parent module applies.
-    ``share`` is the fraction of the parent of ``module``.
+    ``share`` is the fraction that applies to the parent of ``module``.
     """
     answer = module.recomputed_share(policy) if isinstance(module, Layer) else None
     share = share if answer is None else answer

@@ -8,8 +8,8 @@ MAX is the largest float8 value, and q(W_l) are the codes of the whole weight::
     q(W_l) = all-gather of float8(W_l · MAX / amax_l)                 one byte for each number
 
 The forward and the backward use the same codes, which the backward transposes. Losses and gradients are bitwise
-identical to the results of gathering weights in bfloat16 and rounding them on every rank. Recipes with one scale per
-row round a weight twice: by rows for the forward, and by columns for the backward. With these recipes, the weights are
+identical to the results of gathering weights in bfloat16 and rounding them on every rank. A recipe with one scale per
+row rounds a weight twice: by rows for the forward, and by columns for the backward. With such a recipe, the weights are
 gathered in bfloat16, because the two codes of an element take as many bytes as the element in bfloat16.
 
 The parameters themselves do not change, so optimizers and checkpoints work as they do without this module. FSDP2
@@ -34,7 +34,7 @@ from liger_models.kernels.float8.float8 import RECIPES, Float8, float8_dtype, ro
 
 
 class _Weight:
-    """A weight that is gathered in float8. FSDP2 calls `before` ahead of the all-gather, and `after` when it is done.
+    """A weight that is gathered in float8. FSDP2 calls `before` at the start of the all-gather, and `after` at its end.
 
     Args:
         linear: the layer of the weight.

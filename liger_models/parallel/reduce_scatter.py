@@ -50,7 +50,8 @@ class BackwardPasses:
 
 
 class _Buffer(Tensor):
-    """The buffer of a reduce-scatter. When FSDP2 calls ``fsdp.chunk_cat`` on the buffer, `_concatenate` fills it."""
+    """The buffer of a reduce-scatter. When FSDP2 calls ``fsdp.chunk_cat`` on the buffer, `_concatenate` fills the
+    buffer."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

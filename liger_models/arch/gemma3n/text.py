@@ -7,8 +7,8 @@ is replaced by ``max(0, g − m − s · Φ⁻¹(p))``, where ``m`` and ``s`` ar
 token's gates, ``p`` is the sparsity, and ``Φ`` is the normal distribution function. A second token embedding gives each
 block a second input, which is added to the other streams. Norms multiply by their weight, and values are normalized
 without a weight. Attention scores are not scaled. Every fifth layer has no window. The last ``num_kv_shared_layers``
-layers compute no keys and values. Instead, each of these layers uses the keys and values of the last earlier layer of
-the same type that computes keys and values.
+layers compute no keys and values. Instead, each of these layers uses the keys and values of an earlier layer: the last
+one of the same type that computes keys and values.
 
 Each vector in ``inputs_embeds`` must be a row of the embedding, because the second embedding needs the id of the row.
 transformers, in contrast, ignores the second embedding if a caller passes ``inputs_embeds``.

@@ -46,7 +46,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_full_layers(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of the layers without a window, which ``per_layer_config`` holds."""
+    """Return the sizes that ``per_layer_config`` holds for the layers without a window."""
     if "per_layer_config" not in hf:
         return {}
     # All layers without a window must agree, because the config has one size for them.

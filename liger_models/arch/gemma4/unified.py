@@ -61,7 +61,7 @@ class Gemma4UnifiedVisionConfig:
 
     @property
     def position_embedding_size(self) -> int:
-        """Largest number of patches along the width, and along the height, of an image."""
+        """Largest number of patches along each side of an image."""
         return self.mm_posemb_size
 
 
