@@ -1,10 +1,10 @@
 """Falcon-H1 0.5B to 34B: model_type ``falcon_h1``.
 
 Differs from Llama: each layer has a state-space mixer (`LigerMamba2`) and attention side by side. The mixer and
-attention read the same normalized residual stream. Constants multiply the embeddings, the inputs and outputs of the
-mixer and of attention, the keys, the parts of the mixer's projection, the gate and the output of the MLP, and the
-logits. As in transformers, ``inputs_embeds`` that the caller passes are not scaled. Without ``mamba_rms_norm``, the
-mixer has a gate but no norm.
+attention read the same normalized residual stream. Many tensors are multiplied by constants: the embeddings, the inputs
+and outputs of the mixer and of attention, the keys, the parts of the mixer's projection, the gate and the output of the
+MLP, and the logits. As in transformers, ``inputs_embeds`` that the caller passes are not scaled. Without
+``mamba_rms_norm``, the mixer has a gate but no norm.
 
 Unlike in transformers, padding does not change the result: for padding tokens, the biases of the projection and of the
 convolution do not enter the state. Step sizes are also limited in cached decoding; transformers 5.23 limits them only

@@ -81,8 +81,8 @@ def weight_map(config: LlavaConfig) -> WeightMap:
 
 
 def other_maps(config: LlavaConfig) -> list[WeightMap]:
-    """Return further weight maps: first for the tensor names in checkpoints that transformers 5 writes, then for the
-    names of transformers' modules since version 4.52."""
+    """Return further weight maps, in this order: for checkpoints that transformers 5 writes, and for the tensor names
+    of transformers' modules since version 4.52."""
     levels = tower_levels(config)
     return [
         *(llava_map(config, HUB, level) for level in levels[1:]),

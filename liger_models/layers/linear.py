@@ -122,7 +122,8 @@ class PartialLinear(nn.Linear, Layer):
         return F.linear(x, local(self.weight), bias)
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True, because the forward already makes sure that gradients of replicated parameters are summed."""
+        """Do nothing and return True, because the forward already makes sure that gradients of replicated parameters
+        are summed."""
         return True
 
 

@@ -46,7 +46,7 @@ class LigerGatedRMSNorm(Layer):
         return True
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True, because the gradient is already all-reduced over ``self.group``."""
+        """Do nothing and return True, because the gradient is already all-reduced over ``self.group``."""
         self.group = group
         return True
 

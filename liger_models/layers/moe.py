@@ -66,7 +66,7 @@ class CorrectionBias(Layer):
         return True
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True, because the bias has no gradient."""
+        """Do nothing and return True, because the bias has no gradient."""
         return True
 
     def forward(self) -> Tensor:
@@ -103,7 +103,7 @@ class WideRouter(Layer):
         return {}
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True, because the forward already sums the gradient of the weight."""
+        """Do nothing and return True, because the forward already sums the gradient of the weight."""
         return True
 
     def extra_repr(self) -> str:
@@ -292,7 +292,7 @@ class LigerMoE(Layer):
         return {"gate_up_weight": 0, "down_weight": 0, **biased, **adapters}
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True, because `forward` already sums the gradient of the replicated bias."""
+        """Do nothing and return True, because `forward` already sums the gradient of the replicated bias."""
         return True
 
     def draw(self, std: float) -> bool:

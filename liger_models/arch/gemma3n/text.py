@@ -252,7 +252,7 @@ class Gemma3nDecoder(GemmaDecoder):
         return super().run_blocks(embeds, replace(layout, streams=self.streams.split(embeds)), states)
 
     def carry(self, index: int, more: list[Tensor], layout: Any) -> tuple[list[Tensor], Any]:
-        """See `Decoder.carry`; the last of the block's tensors holds all streams except the first."""
+        """See `Decoder.carry`; the last tensor in ``more`` holds all streams except the first."""
         *keys_and_values, streams = more
         router_logits, layout = super().carry(index, keys_and_values, layout)
         return router_logits, replace(layout, streams=streams)

@@ -45,7 +45,8 @@ class Gemma4Router(Layer):
         return {}
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True, because the backward already sums the gradients of the experts' factors over the ranks."""
+        """Do nothing and return True, because the backward already sums the gradients of the experts' factors over the
+        ranks."""
         return True
 
     def forward(

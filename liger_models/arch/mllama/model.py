@@ -84,7 +84,8 @@ class MllamaCrossBlock(Layer):
         return {}
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True, because `shard` already arranges the sum of the gates' gradients over the ranks."""
+        """Do nothing and return True, because `shard` already makes sure that the gates' gradients are summed over the
+        ranks."""
         return True
 
     def reset_parameters(self) -> None:
