@@ -225,8 +225,8 @@ class NemotronHMoE(Layer):
         return y, residual, router_logits
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the output [..., C] for x [..., C], and the router logits [N, X] of the N tokens; ``experts`` is [...,
-        K] or None."""
+        """Return the output [..., C] for x [..., C], and the router logits [N, X] of the N tokens. If ``experts`` [...,
+        K] are given, they replace the router's choice."""
         if not self.has_latents and not torch.is_grad_enabled():  # the kernel that sums experts adds the shared expert
             shared, _ = self.shared_experts.add_norm(None, None, x)
             out: tuple[Tensor, Tensor] = self.experts(x, experts, shared)

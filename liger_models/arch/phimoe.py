@@ -11,9 +11,9 @@ longer texts. LongRoPE also multiplies cos and sin: by ``short_mscale`` for shor
 texts.
 
 Differs from transformers 5.23: as in the published code, the rotation of long texts uses ``long_factor``; transformers
-uses ``short_factor`` for texts of every length. In training, experts are chosen as in evaluation; transformers samples
-them at random. As in the published code, the input of the experts is multiplied by random noise
-(``input_jitter_noise``) once; transformers multiplies the input twice.
+uses ``short_factor`` for texts of every length. In training, this package chooses experts as in evaluation, whereas
+transformers samples experts at random. As in the published code, the input of the experts is multiplied by random noise
+(``input_jitter_noise``) once, whereas transformers multiplies it twice.
 
 Source: https://arxiv.org/abs/2404.14219, https://arxiv.org/abs/2409.12136 (sparsemixer), transformers
 ``models/phimoe``.

@@ -2,9 +2,10 @@
 
 Differs from Qwen2: if i + 1 is a multiple of ``decoder_sparse_step`` and i is not in ``mlp_only_layers``, the MLP of
 layer i is a mixture of experts plus a shared expert with a gate. The routing weights are renormalized only if
-``norm_topk_prob`` is set, and rounded to the dtype of the router logits. If ``use_sliding_window`` is set, the
-even-numbered layers below ``max_window_layers`` attend only to the last ``sliding_window`` tokens, unless
-``layer_types`` selects the layers. If ``output_router_logits`` is set, the load-balancing loss is added to the loss.
+``norm_topk_prob`` is set, and are always rounded to the dtype of the router logits. If ``use_sliding_window`` is set,
+the even-numbered layers below ``max_window_layers`` attend only to the last ``sliding_window`` tokens. If
+``layer_types`` is given, this list selects these layers instead. If ``output_router_logits`` is set, the load-balancing
+loss is added to the loss.
 
 Source: https://qwenlm.github.io/blog/qwen-moe, https://arxiv.org/abs/2407.10671, transformers ``models/qwen2_moe``.
 """

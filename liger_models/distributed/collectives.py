@@ -315,7 +315,7 @@ def copy_to_region(x: Tensor, group: Group | None) -> Tensor:
 
 
 def reduce_from_region(x: Tensor, group: Group | None) -> Tensor:
-    """Call this at the end of a layer; it adds up the ranks' partial sums. The module's docstring has a table of the
+    """Call this at the end of a layer, to add up the ranks' partial sums. The module's docstring has a table of the
     collectives.
 
     If ``group`` is None, x is returned unchanged.

@@ -283,8 +283,8 @@ class _Implementations(TorchDispatchMode):
 
 @contextmanager
 def recording(kernels: Kernels) -> Iterator[None]:
-    """Return a context manager in which launches on fake tensors only add their kernels to ``kernels``, unless the
-    kernels are already compiled. Launches on other tensors run as usual, in all threads."""
+    """Return a context manager in which a launch on fake tensors runs no kernel. If its kernel is not compiled yet, the
+    launch adds the kernel to ``kernels``. Launches on other tensors run as usual, in all threads."""
     from torch._subclasses import fake_tensor
     from triton import knobs
     from triton.runtime import jit

@@ -455,7 +455,8 @@ class Decoder(nn.Module):
         )
 
     def hidden_matrices(self) -> dict[str, nn.Parameter]:
-        """Return the weights of all linear layers except the head, and the stacked weights of experts, by name."""
+        """Map names to weights: to the weights of all linear layers except the head, and to the stacked weights of
+        experts."""
         linear = {f"{path}.weight" for path, module in self.named_modules() if isinstance(module, nn.Linear)}
         # The matrices of all experts are one parameter [X, O, C], which is not in an `nn.Linear`. Neither is the matrix
         # [X, C] of some routers.

@@ -99,7 +99,7 @@ class StateDecay(Layer):
         return True
 
     def shard_tokens(self, group: Group) -> None:
-        """Use the parameters of 1 / R of the heads on each of R ranks."""
+        """On each of R ranks, use the parameters of 1 / R of the heads."""
         self.groups = replace(self.groups, context=group)
 
     def forward(self, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:

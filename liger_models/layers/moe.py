@@ -328,10 +328,10 @@ class LigerMoE(Layer):
         return y, residual, router_logits
 
     def forward(self, x: Tensor, experts: Tensor | None = None, addend: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the output [..., C] for x [..., C], and the router logits [N, X] of the N tokens; ``experts`` is [...,
-        K] or None.
+        """Return the output [..., C] for x [..., C], and the router logits [N, X] of the N tokens. If ``experts`` [...,
+        K] are given, they replace the router's choice.
 
-        If ``addend`` [..., C] is not None, it is added to y.
+        If ``addend`` [..., C] is not None, it is added to the output.
         """
         if self.training and self.router_jitter:
             # The experts also get the noisy input.
@@ -500,8 +500,8 @@ class LigerSharedExpertMoE(Layer):
         return y, residual, router_logits
 
     def forward(self, x: Tensor, experts: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the output [..., C] for x [..., C], and the router logits [N, X] of the N tokens; ``experts`` is [...,
-        K] or None."""
+        """Return the output [..., C] for x [..., C], and the router logits [N, X] of the N tokens. If ``experts`` [...,
+        K] are given, they replace the router's choice."""
         if torch.is_grad_enabled():
             y, router_logits = self.experts(x, experts)
             return y + self._shared(x), router_logits
