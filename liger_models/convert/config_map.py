@@ -284,7 +284,7 @@ def flat_rope(hf: Mapping[str, Any], theta: float) -> dict[str, Any]:
 
     The rope parameters of full attention become ``rope_theta`` and ``rope_scaling``, and the base of sliding attention
     becomes ``rope_local_base_freq``. The key ``original_max_position_embeddings`` at the top level is dropped. If
-    ``rope_parameters`` is a single object for all layers, transformers ignores it. A single object is therefore
+    ``rope_parameters`` is a single object for all layers, transformers ignores this object. Such an object is therefore
     accepted only if its values are the defaults of full attention.
 
     Args:
@@ -329,7 +329,9 @@ def renaming(names: Mapping[str, str]) -> Callable[[Mapping[str, Any]], dict[str
 def of_text(
     config_class: "type[DataclassInstance]", hf: Mapping[str, Any], text: Mapping[str, Any], top: Collection[str]
 ) -> dict[str, Any]:
-    """Merge a config.json and its ``text_config`` into one flat object with the values that transformers would read.
+    """Merge a config.json and its ``text_config`` into one flat object.
+
+    Each value is the one that transformers would read.
 
     Args:
         config_class: the config class. Keys with the names of its fields are read from ``text`` instead of the top

@@ -5,8 +5,8 @@ joins them into one `StoredTensor`. This `StoredTensor` has the shape of the den
 encoding reads rows of the weight, either dequantized or in the format of `FrozenWeight`. The encoding also converts a
 `FrozenWeight` back to the tensors in the file.
 
-In memory, a byte holds the 4-bit codes of two neighboring columns, with the first column's code in the lower half. Each
-row has its own scales.
+In memory, a byte holds the 4-bit codes of two neighboring columns, with the first column's code in the lower half, and
+each row has its own scales.
 
     quant_method         weights                                              class
     fp8                  NAME, NAME_scale_inv                                 Float8
@@ -347,7 +347,7 @@ Read = Callable[[StoredTensor], Tensor]
 
 
 def recognize(stored: Stored, quantization: Mapping[str, Any], read: Read) -> Stored:
-    """Join the tensors that store a quantized weight into one entry, for all quantized weights of a checkpoint.
+    """For each quantized weight of a checkpoint, join the tensors that store it into one entry.
 
     Args:
         stored: the tensors in the headers of the files, by name.
@@ -451,7 +451,7 @@ def _groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _join(stored: Stored, owner: str, codes: str, make: Callable[..., Encoding], **others: str) -> None:
-    """Replace the entries of all tensors that form a weight with a single entry ``owner`` that has an encoding."""
+    """In ``stored``, replace the tensors that form one weight with a single entry ``owner`` that has an encoding."""
     missing = [name for name in others.values() if name not in stored]
     if missing:
         raise ValueError(

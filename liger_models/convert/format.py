@@ -38,7 +38,7 @@ DEEPSEEK_IGNORED_KEYS = (
 def deepseek_mtp(config: Any, **sizes: Any) -> MTPFormat:
     """Return the format of DeepSeek V3 and its relatives.
 
-    They store the multi-token prediction block as an additional layer.
+    Their checkpoints store the multi-token prediction block as an additional layer.
 
     Args:
         config: config of the model.

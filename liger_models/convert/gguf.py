@@ -1,8 +1,8 @@
 """Writes a model and its tokenizer as a GGUF file for llama.cpp.
 
-The layout follows llama.cpp's ``convert_hf_to_gguf.py``. The script has a class for each architecture. The class shows
-which metadata llama.cpp reads, and which tensors must have other values than in the Hugging Face checkpoint. The
-package ``gguf`` provides the names, the quantizers and the writer.
+The layout follows llama.cpp's ``convert_hf_to_gguf.py``. This script has a class for each architecture, which shows
+what metadata llama.cpp reads and which tensors must have other values than in the Hugging Face checkpoint. The package
+``gguf`` provides the names, the quantizers and the writer.
 """
 
 import hashlib
@@ -264,7 +264,7 @@ def _check_config(family: str, config: Any) -> None:
 
 
 def _is_sliding(config: Any, layer: int) -> bool:
-    """Return whether a layer of Gemma 2 or 3 has a window."""
+    """Return whether a layer of Gemma 2 or 3 uses sliding-window attention."""
     if hasattr(config, "layer_type"):
         return bool(config.layer_type(layer) == "sliding_attention")
     return config.window(layer) is not None
@@ -402,12 +402,12 @@ def pre_tokenizer(tokenizer: Any, content: dict[str, Any]) -> str:
 
 
 def _scores(bpe: dict[str, Any]) -> dict[str, float]:
-    """Return a score for each token of a SentencePiece BPE.
+    """Return a score for each token of a SentencePiece BPE tokenizer.
 
-    This kind of BPE first merges the pair with the highest score.
+    Such a tokenizer first merges the pair with the highest score.
 
-    The token of the first merge has the score 0, the token of the second merge -1, and so on. Tokens that no merge
-    produces have the lowest scores.
+    The token that the first merge produces has the score 0, the token of the second merge has -1, and so on. Tokens
+    that no merge produces have the lowest scores.
     """
     merged = dict.fromkeys("".join(pair if isinstance(pair, list) else pair.split(" ")) for pair in bpe["merges"])
     others = [token for token in sorted(bpe["vocab"], key=bpe["vocab"].get) if not _is_reserved(token, bpe)]

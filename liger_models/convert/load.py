@@ -438,7 +438,7 @@ def own_config(model_class: type, hf_config: Mapping[str, Any]) -> dict[str, Any
 
 
 def of_whole_model(stored: Mapping[str, StoredTensor], maps: Sequence[WeightMap]) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint, with the names that they would have if the model had a head.
+    """Return the tensors of a checkpoint under the names that a checkpoint with a language-model head would use.
 
     If a model was saved without its language-model head, as Qwen3-Embedding was, its tensor names lack the prefix
     ``model.``. This function adds the prefix.
@@ -492,9 +492,9 @@ def declared_dtype(hf_config: Mapping[str, Any]) -> torch.dtype | None:
 def pick_map(maps: Sequence[WeightMap], stored: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> WeightMap:
     """Choose the layout whose tensor names best match the names in a checkpoint.
 
-    In the best layout, the largest number of the model's parameters have tensors in the checkpoint. If only some of a
-    parameter's tensors exist, the parameter counts as a fraction: the share of its tensors that exist. Among layouts
-    with the same names, the layout with the most matching shapes is chosen.
+    For each layout, the parameters that have tensors in the checkpoint are counted, and the layout with the highest
+    count is chosen. If only some of a parameter's tensors exist, the parameter counts as a fraction: the share of its
+    tensors that exist. Among layouts with the same names, the layout with the most matching shapes is chosen.
 
     Args:
         maps: the weight map of each layout.

@@ -56,9 +56,10 @@ def save_pretrained(
     the same folder, this function waits.
 
     If an unsharded model is saved in a process group, only rank 0 writes, and the other ranks that call this function
-    wait for rank 0. If the model is sharded, all ranks must call this function. Under torchrun, the ranks on the host
-    of rank 0 then write the files, each rank a part of them. Each parameter is gathered only on the rank that writes
-    it. A rank that writes holds the tensors of about one file at a time. All other ranks only send their shards.
+    wait for rank 0. If the model is sharded, all ranks must call this function. Under torchrun, the files are then
+    distributed over the ranks on the host of rank 0, and each of these ranks writes its own files. Each parameter is
+    gathered only on the rank that writes it. A rank that writes holds the tensors of about one file at a time. All
+    other ranks only send their shards.
 
     Args:
         model: the model. Its ``hf_config`` and ``assets`` are saved, too.
@@ -345,7 +346,7 @@ def _write_tensors(
 
 
 def _warn_of_derived_class(model: Decoder) -> None:
-    """Warn if the class of a model derives from the class that loading the checkpoint will choose."""
+    """Warn if loading the saved checkpoint will choose a base class of the model's class instead of this class."""
     classes = type(model).__mro__
     saved_as = next((cls for cls in classes if cls in FORMATS), classes[0])
     # Leave out classes of torch, because FSDP derives its own class from the model's class.

@@ -268,7 +268,7 @@ class CheckpointTensors(NamedTuple):
         return [name for name in self.parameters if name in self.frozen and self.frozen[name].format.is_kept]
 
     def shapes(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return the checkpoint's tensors on the meta device, in ``dtype`` or, with None, in each parameter's dtype."""
+        """Return the checkpoint's tensors on the meta device, in ``dtype`` or, if it is None, the parameters' dtypes."""
         shapes = self.weights.shapes({name: self.dense(name, dtype) for name in self.parameters})
         for name, encoding in self.encodings.items():
             del shapes[name]
@@ -530,7 +530,7 @@ class _Names:
 
 
 def _owners(weights: WeightMap) -> tuple[dict[str, str], Counter[str]]:
-    """Return a dict from checkpoint tensors to our parameter names, and the number of tensors per parameter."""
+    """Return a dict from checkpoint tensor names to our parameter names, and the number of tensors per parameter."""
     owners = {name: ours for ours, expression in weights.entries.items() for name in expression.names()}
     return owners, Counter(owners.values())
 

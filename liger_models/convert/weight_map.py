@@ -11,8 +11,9 @@ expression is applied; see `convert.encodings`.
         two=2,
     )
 
-Names may contain indices (``{i}``). When the map is built, each index is replaced by all values in its index set.
-Names are never matched by patterns, so a printed map (``print(weight_map)``) lists every name and can be diffed.
+Names may contain indices (``{i}``). When the map is built, an entry with an index becomes one entry for each value of
+this index. Names are never matched by patterns, so a printed map (``print(weight_map)``) lists every name and can be
+diffed.
 """
 
 from __future__ import annotations

@@ -376,9 +376,9 @@ class Encoder:
 
         Pre-tokenizers read from left to right, and a sequence of tokens is the BPE encoding of its text if each pair of
         neighboring tokens is the BPE encoding of the pair's text. The text is therefore tokenized in overlapping
-        windows, and each overlap is also tokenized alone. Two windows are joined in the middle of their overlap if the
-        middle has the same tokens in all three results. Tokens at the ends of the overlap may differ, because they
-        depend on the text outside of the overlap.
+        windows, and each overlap is also tokenized alone. Two windows are joined in the middle of their overlap if both
+        windows and the overlap alone have the same tokens there. Tokens at the ends of the overlap may differ, because
+        they depend on the text outside of the overlap.
         """
         backend = self.tokenizer.backend
         if type(backend.model).__name__ != "BPE" or backend.model.dropout:
@@ -706,7 +706,7 @@ def _read_calls(where: str, number: int, calls: Any) -> list[Any]:
 
 
 def _with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call whose arguments are an object: {} if they were missing, parsed if they were a JSON text."""
+    """Return a tool call with an object as its arguments: missing arguments become {}, and a JSON text is parsed."""
     function = {key: value for key, value in function.items() if value is not None}
     arguments = function.get("arguments")
     if arguments is None and "name" in function and "parameters" not in function:

@@ -320,7 +320,7 @@ class Formats:
 
     @property
     def columns(self) -> list[str]:
-        """The columns to read. If ``format`` is not set, they include the columns by which formats are recognized."""
+        """The columns to read: the columns of ``format`` or, if ``format`` is not set, the columns of all formats."""
         return sorted(_COLUMNS if self.format is None else FORMATS[self.format].names)
 
     def name(self, where: str, record: Any) -> str:

@@ -72,8 +72,8 @@ class PackedLoader(DataLoader[Batch]):
 def _take(batches: Iterator[Any]) -> Any:
     """Return the next batch, or None at the end. A worker's error is raised with the worker's own message.
 
-    PyTorch puts the traceback of the worker into the error message. This function raises the worker's error instead,
-    with PyTorch's error as its cause.
+    PyTorch's own error has the whole traceback of the worker as its message. This function raises the worker's error
+    instead, with PyTorch's error as its cause.
     """
     try:
         return next(batches, None)
@@ -88,8 +88,8 @@ def _take(batches: Iterator[Any]) -> Any:
 def _begin_worker(_: int) -> None:
     """Ignore Ctrl-C and SIGTERM in a worker, so that only the main process handles these signals.
 
-    The terminal, the command ``timeout``, SLURM and systemd send these signals to all processes. Workers end when the
-    main process ends. A worker that decodes images reuses the memory of decoded images for later images.
+    These signals reach all processes if the terminal, the command ``timeout``, SLURM or systemd sends them. Workers end
+    when the main process ends. A worker that decodes images reuses the memory of decoded images for later images.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -71,7 +71,7 @@ class FileState(NamedTuple):
     def holds(self, path: str | os.PathLike[str]) -> bool:
         """Return whether a file is still in this state.
 
-        If only the times differ, as after copying, the file is in this state if the checksums are equal.
+        The sizes must be equal. If the times differ, as they do after copying, the checksums must be equal, too.
         """
         status = os.stat(path) if os.path.isfile(path) else None
         if status is None or status.st_size != self.bytes:
@@ -259,8 +259,8 @@ class MediaReader:
     ) -> tuple[list[dict[str, Any]], list[MediaSource]]:
         """Return messages in the form that a chat template reads, and the images of the messages.
 
-        A message part of type "image" either contains an image or is the place of the next image of a column. If the
-        content of a message is a text, each ``<image>`` in the text is the place of the next image of the column. If
+        A message part of type "image" either contains an image or marks the place of the next image of a column. If the
+        content of a message is a text, each ``<image>`` in the text marks the place of the next image of the column. If
         the messages have no place for the images of a column, these images come before the text of the user's first
         message.
 

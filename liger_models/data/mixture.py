@@ -13,9 +13,9 @@ from liger_models.data.tokens import TokenFile
 class MixedRows(PackedRows):
     """The rows of several data sets. In each epoch, a data set provides a given share of the rows.
 
-    An epoch ends when the data set that is smallest relative to its share has been used up. In the next epoch, the
-    other data sets continue with rows that have not been used yet. When all rows of a data set have been used, they are
-    used again in another order.
+    An epoch ends when all rows of one data set have been used: the data set that is smallest relative to its share. In
+    the next epoch, the other data sets continue with rows that have not been used yet. When all rows of a data set have
+    been used, they are used again in another order.
 
     Args:
         parts: the rows of each data set. The epochs of the parts themselves are not used.
@@ -45,7 +45,7 @@ class MixedRows(PackedRows):
         return [part.tokens for part in self.parts]
 
     def identity(self) -> Any:
-        """Return sizes, checksums and shares. If any of these changes, an index may refer to another row."""
+        """Return sizes, checksums and shares. If any of these values changes, an index may refer to another row."""
         return [*(part.identity() for part in self.parts), self.shares]
 
     def has_targets(self) -> bool:

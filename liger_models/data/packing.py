@@ -132,7 +132,7 @@ def _index_dtype(count: int) -> torch.dtype:
 
 
 class PackedRows(Dataset[Batch]):
-    """The sequence of an epoch's rows, each as a batch with one row. `PackedDataset` creates it.
+    """The rows of an epoch, in order. Each row is a batch with one row. `PackedDataset` creates it.
 
     Args:
         tokens: the documents.
@@ -163,7 +163,7 @@ class PackedRows(Dataset[Batch]):
         return [self.tokens]
 
     def identity(self) -> Any:
-        """Return sizes and checksums. If any of these changes, an index may refer to another row."""
+        """Return sizes and checksums. If any of these values changes, an index may refer to another row."""
         images = [len(self.tokens.media), self.tokens.media_checksum] if len(self.tokens.media) else []
         return [self.tokens.documents, len(self.tokens.ids), self.tokens.checksum, *images]
 
@@ -197,7 +197,7 @@ class PackedRows(Dataset[Batch]):
         return have.count(False), len(have)
 
     def _have_targets(self) -> Iterator[bool]:
-        """Yield, for each piece, whether it has a target. Pieces are read block by block."""
+        """Yield, for each piece, whether it has a target. The pieces are read in blocks, not one by one."""
         blocks = zip(self._starts.split(WINDOW), self._sizes.split(WINDOW), strict=True)
         for starts, sizes in blocks:
             for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):

@@ -148,7 +148,7 @@ class PairEncoder(Encoder):
 
 
 class PairRows(AnswerRows):
-    """The sequence of an epoch's examples.
+    """The examples of an epoch, in order.
 
     An example has ``texts``, ``scores`` and ``key``, a checksum of its query.
     """

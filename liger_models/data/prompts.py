@@ -31,7 +31,10 @@ from liger_models.text.tokenizer import Tokenizer
 
 
 class PromptRows(AnswerRows):
-    """The sequence of an epoch's prompts, kept in memory. Each prompt has its record, token ids and pixels."""
+    """The prompts of an epoch, in order.
+
+    All prompts are kept in memory. Each prompt has its record, token ids and pixels.
+    """
 
     records: list[Any]
     media: list[list[Medium]]

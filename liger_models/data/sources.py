@@ -172,7 +172,7 @@ def _unbatch(batch: Any) -> Iterator[Any]:
 
 
 def _open(path: Path) -> Any:
-    """Open a file of text, which may be compressed."""
+    """Open a text file, which may be compressed."""
     return gzip.open(path, "rb") if path.name.lower().endswith(GZIP) else path.open("rb")
 
 
@@ -295,7 +295,7 @@ def _read_table(path: Path, fields: Sequence[str]) -> Iterator[Record]:
 def _drop_nulls(value: Any) -> Any:
     """Remove keys whose value is None.
 
-    A table adds such a key to every row that lacks it, but chat templates test whether a key exists.
+    A table gives every row all keys, with null for the missing values, but chat templates test whether a key exists.
     """
     if isinstance(value, Mapping):
         return {key: _drop_nulls(item) for key, item in value.items() if item is not None}

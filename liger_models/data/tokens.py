@@ -145,7 +145,7 @@ class TokenFile:
                     yield header["where"], header["path"]
 
     def is_outdated(self) -> bool:
-        """Return whether, since the tokenization, an image was replaced or removed, or a broken image was repaired."""
+        """Return whether an image has been replaced, removed or repaired since the tokenization."""
         broken = self._broken.items()
         mended = (FileState.of(path) if state is None else not FileState(*state).holds(path) for path, state in broken)
         return any(mended) or any(self._changed_images())
@@ -451,7 +451,7 @@ def _documents(part: Path) -> Iterator[Document]:
 
 
 def _remove_leftovers(cache: Path) -> None:
-    """Delete old parts, and unfinished folders of killed processes. Parts and folders that are locked are kept."""
+    """Delete old parts, and unfinished folders of killed processes. Locked parts and locked folders are kept."""
     for lock in cache.glob(f".*{LOCK}"):
         # If another process holds the lock, a TimeoutError is raised, which is an OSError.
         with contextlib.suppress(OSError), WeakFileLock(lock, timeout=0.1):

@@ -267,7 +267,10 @@ class DraftRound:
 
 @torch.no_grad()
 def with_layers_of(block: DraftBlock, cache: DecodeCache, prompt: Any) -> DecodeCache:
-    """Return a cache that holds the first token of ``prompt``, with the layers of ``cache`` and those of the block."""
+    """Return a cache that holds the first token of ``prompt``.
+
+    It has the layers of ``cache`` and the layers of the block.
+    """
     model, joined = block.model, DecodeCache(1)
     embeds, layout = model.prepare(torch.tensor([prompt[:1]], device=model.device), cache=joined)
     block.predict(embeds, embeds, layout)

@@ -5,9 +5,9 @@ needs to run them. A graph needs only one launch. The kernels in the graph read 
 cache from tensors at fixed addresses, so one graph serves all lengths up to the capacity of its cache.
 
 A step and its cache have a fixed number of rows and a fixed capacity in tokens, both rounded up. If a model is in eval
-mode, a few steps are kept for later calls; see `MOST_STEPS` and `MOST_MEMORY`. The steps are dropped when the model
-changes in a way that a captured step would not notice. Captured steps read the current values of the parameters, so the
-steps remain valid when parameters are updated in place. `release_steps` drops all steps at once.
+mode, a few captured steps are kept for later calls; see `MOST_STEPS` and `MOST_MEMORY`. The kept steps are dropped when
+the model changes in a way that a captured step would not notice. Captured steps read the current values of the
+parameters, so the steps remain valid when parameters are updated in place. `release_steps` drops all steps at once.
 """
 
 import functools
@@ -320,7 +320,7 @@ class DecodeStep:
             self.graph, self._logits = recorded
 
     def _capture_prompts(self, model: Decoder, batch: PromptBatch) -> None:
-        """Capture the forward of prompts. If the capture fails, no more prompts are captured from then on."""
+        """Capture the forward of prompts. After a failed capture, no further captures of prompts are tried."""
         # The graphs never run at the same time, and their results are copied, so the graphs can share memory.
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph, slots = torch.cuda.CUDAGraph(), self.cache.slots
@@ -402,7 +402,7 @@ def can_capture(model: Decoder, state: ModelState | None = None) -> bool:
     """Return whether steps of a model run as CUDA graphs. ``state`` is the result of `state_of`, if it is known.
 
     The model must be on one GPU or sharded by `apply_tp`, whose all-reduces are captured, too. No module may be
-    compiled, and autocast must be off. The only hooks that modules may have are hooks that merely check something
+    compiled, and autocast must be off. Modules may have only two kinds of hooks: hooks that merely check something
     (``only_checks``), and hooks that `run_preparing_hooks` has already run.
     """
     device = model.device.type
@@ -415,7 +415,7 @@ def can_capture(model: Decoder, state: ModelState | None = None) -> bool:
 
 
 def rounded_rows(B: int) -> int:
-    """Return the number of rows that a step for B rows has."""
+    """Round the number of rows, B, up to the number of rows that a step has."""
     return 1 << (B - 1).bit_length() if B <= EVERY_BATCH else -(-B // EVERY_BATCH) * EVERY_BATCH
 
 

@@ -57,7 +57,8 @@ def next_logits(
     def run(first: int, end: int, every: int, forward: Callable[..., Tensor], **options: Any) -> Tensor:
         """Return the logits [B, V] after column ``end − 1``.
 
-        Only the first of every ``every`` rows is computed. The other rows get a copy of its logits.
+        In each group of ``every`` consecutive rows, only the first row is computed. The other rows of the group get a
+        copy of its logits.
         """
         logits = forward(
             model, ids[::every, first:end], position_ids=positions[..., ::every, first:end],

@@ -160,7 +160,7 @@ def _tokens(model: Decoder, settings: Settings, steps: Iterator[Step]) -> Iterat
 
 
 def steps_ahead(device: torch.device, settings: Settings) -> int:
-    """Return how many steps `generate` may still run after all rows have ended.
+    """Return how many further steps `generate` may launch before it notices that all rows have ended.
 
     The number is 0 if the user has passed a cache, a ``logits_processor`` or stop strings, because further steps would
     affect them.

@@ -88,9 +88,9 @@ class ModelState:
     def is_ready(self, kind: Hashable) -> bool:
         """Return whether a step of this kind has run before and would compute no `DerivedTensors` now.
 
-        Such a step can be captured at once. If derived tensors were computed during the capture, every replay would
-        compute them again. The result is False if the model is distributed, because all ranks must run the same
-        forwards.
+        If the result is True, the step can be captured at once. If derived tensors were computed during the capture,
+        every replay would compute them again. The result is False if the model is distributed, because all ranks must
+        run the same forwards.
         """
         return not self.is_distributed and self._steps.get(kind) == num_derived()
 

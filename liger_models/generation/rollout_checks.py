@@ -57,7 +57,7 @@ def check_prompts(model: Decoder, prompts: Any) -> list[list[int]]:
 
 
 def one_per_prompt(name: str, value: int | Sequence[int], count: int) -> list[int]:
-    """Return one integer for each of ``count`` prompts. ``value`` is one integer for all prompts, or a list."""
+    """Return one integer for each of ``count`` prompts. ``value`` is either one integer for all prompts or a list."""
     numbers: Any = value.tolist() if hasattr(value, "tolist") else value
     values = list(numbers) if isinstance(numbers, Iterable) else [numbers] * count
     if not all(isinstance(number, Integral) for number in values):

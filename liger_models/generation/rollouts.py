@@ -211,7 +211,7 @@ def _is_set(settings: Settings, name: str, neutral: Any) -> bool:
 
 
 def _overhang(settings: Settings) -> int:
-    """Return how many positions after a row's last token may be written by a round of speculative decoding."""
+    """Return to how many positions after a row's last token a round of speculative decoding may write."""
     return 0 if settings.draft_model is None else 1 + settings.num_draft_tokens
 
 
@@ -250,7 +250,7 @@ def _make_rows(prompts: list[list[int]], limits: list[int], stop_tokens: Any, se
 def _make_pool(
     probe: DecodeCache, rows: list[Row], num_rows: int, cache_bytes: int | None, model: Decoder, overhang: int
 ) -> PagePool:
-    """Create a cache for ``num_rows`` running rows. The cache gets the same layers as ``probe``.
+    """Create a cache for ``num_rows`` running rows, with the same kinds of layers as the cache ``probe``.
 
     The page table has entries for ``overhang`` positions after the last token of a row, but these positions need no
     pages.
@@ -294,7 +294,7 @@ def _num_new(row: Row) -> int:
 def _column(
     rows: Sequence[Row], completions: Sequence[Completion | None], column: int, padding: int
 ) -> tuple[list[int], list[bool], list[float]]:
-    """Return three lists, with one entry per row: token at ``column``, whether the row has stopped, log-probability."""
+    """Return the token at ``column``, whether the row has stopped, and the log-probability, as lists over the rows."""
     tokens, ended, log_probs = [], [], []
     for row, completion in zip(rows, completions, strict=True):
         has_token = column < _num_new(row)

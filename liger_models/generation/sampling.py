@@ -44,7 +44,7 @@ class Sampler:
     def stops(self) -> Tensor:
         """Whether each token of the vocabulary ends a row, [1, V] bool.
 
-        It is needed only for a minimum number of new tokens.
+        This mask is needed only if the options set a minimum number of new tokens.
         """
         tokens = torch.tensor([self.settings.eos_token_id], dtype=torch.int64, device=self.device)
         return token_mask(tokens, self.vocab_size)
@@ -306,7 +306,7 @@ def keep_epsilon(logits: Tensor, epsilon: float | Tensor) -> Tensor:
 def keep_eta(logits: Tensor, epsilon: float) -> Tensor:
     """Apply `keep_epsilon` with the smaller of ε and √ε · exp(−entropy).
 
-    More tokens are thus kept if the distribution is flat.
+    A flat distribution has a high entropy, so more of its tokens are kept.
 
     Args:
         logits: [B, V] fp32.

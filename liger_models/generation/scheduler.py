@@ -4,12 +4,12 @@ Prefills and steps alternate. A prefill is one forward of prompt tokens: either 
 documents, or a chunk of a long prompt. Then all rows whose prompt has been computed run some steps. Each step adds one
 token to every row. All values that a step reads are on the device, so the step can be captured as a CUDA graph under
 the same conditions as in `generate`. The host reads tokens and log-probabilities after several steps, and discards
-everything after a stop token. A prefill omits the last token of each prompt. The row's first step runs this token, so
-every new token comes from a step.
+everything after a stop token. A prefill omits the last token of each prompt. The first step of a row runs this omitted
+token, so every new token comes from a step.
 
 A prefill waits until there are enough new prompts, because the host takes as long to launch a small prefill as a large
-prefill. When the queue is empty, rows that end are no longer replaced. A step with fewer rows is then captured if the
-remaining steps save more time than the capture costs.
+prefill. When the queue is empty, rows that end are no longer replaced. The scheduler then captures a step with fewer
+rows if the remaining steps save more time than the capture costs.
 
 Rows with the highest limit on new tokens start first, so that few rows run alone at the end. Rows with equal limits
 start in the order of their prompts. When pages run out, the rows that started last return to the front of the queue.
@@ -199,7 +199,9 @@ class Scheduler:
             self._copy_prompts()
 
     def _choose_chunk(self, rows: list[Row]) -> list[tuple[Row, int]]:
-        """Return the rows of the next forward, each with the index after the last token to run.
+        """Return the rows of the next forward.
+
+        Each row comes with the position before which its part of the forward ends.
 
         The result contains either several rows with whole prompts, or one row with a chunk of its prompt.
         """
@@ -220,7 +222,8 @@ class Scheduler:
     def _fill(self, chunk: list[tuple[Row, int]]) -> None:
         """Run a forward of the rows in ``chunk``.
 
-        A row's part of the forward begins at its first uncached token, and ends at its end in ``chunk``.
+        Of each row, the forward runs the tokens from the first uncached token up to, but not including, the position
+        that ``chunk`` gives for this row.
         """
         ids = [row.tokens[row.cached : end] for row, end in chunk]
         options: dict[str, Any] = {}
@@ -285,7 +288,7 @@ class Scheduler:
     # Methods that run steps.
 
     def _with_room(self) -> list[Row]:
-        """Return the rows that run the next steps, after giving them pages.
+        """Give pages to the rows that are ready for the next steps, and return the rows that can run these steps.
 
         If pages run out, the rows that started last are put back into the queue.
         """

@@ -77,7 +77,7 @@ class Columns:
     def most(self, end: int, count: int) -> int:
         """Return how many of the next ``count`` columns can run in the same forward as the columns before ``end``.
 
-        The first forward runs only the prompts, so the result is then 0. All columns of a forward use the rotary
+        Before the first forward, which runs only the prompts, the result is 0. All columns of a forward use the rotary
         frequencies of the forward's last column. Therefore, a forward must not cross a column at which the frequencies
         change (LongRoPE) or start to depend on the length (dynamic scaling).
         """
@@ -239,7 +239,10 @@ def speculate(
 
 
 def _check(target: Columns, ids: Tensor, end: int, count: int, heads: bool) -> tuple[Tensor, Tensor | None]:
-    """Run the model on ``count`` proposals. Return the logits [B, count + 1, V] and, for heads, the hidden states."""
+    """Run the model on ``count`` proposals.
+
+    Return the logits [B, count + 1, V] and, for draft heads, the hidden states.
+    """
     if not heads:
         return target.run(ids, end + count, logits_to_keep=count + 1), None
     hidden = target.run(ids, end + count, return_logits=False)[:, -count - 1 :]

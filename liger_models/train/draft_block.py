@@ -65,8 +65,8 @@ class DraftAcceptance:
     def measure(self) -> float | None:
         """Return the share of drafts that the model accepts. Every rank must call this method.
 
-        Only rank 0 has the block's kept tensors, so the result is None on all other ranks. On rank 0, if `LigerMTP`
-        does not support the model or the tensors of the block, this method prints the reason and returns None.
+        Only rank 0 has the block's kept tensors, so the result is None on all other ranks. If `LigerMTP` does not
+        support the model or the tensors of the block, rank 0 prints the reason and also returns None.
         """
         counts = torch.zeros(2, dtype=torch.int64, device=self._model.device)
         with unsharded(self._model) as model:

@@ -17,7 +17,9 @@ LOCK = ".lock"
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Context manager that only one run at a time can enter for the same folder. Every rank must call this function.
+    """Context manager that locks the folder of a run, so that no other run can enter the context for this folder.
+
+    Every rank must call this function.
 
     If a run fails before it has written anything, its folder is removed.
 

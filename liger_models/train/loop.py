@@ -127,7 +127,7 @@ def run(
 ) -> Stop:
     """Run `train` in a prepared folder and process group, and return the `Stop` that received the run's signals.
 
-    After an error, ``cleanup`` ends the line of the progress bar.
+    If an error occurs, ``cleanup`` ends the line on which the progress bar is printed.
     """
     # Check packages, memory budget, mesh and seed first, so that errors appear before a large model is loaded.
     for name in options.report_to:
@@ -392,7 +392,7 @@ def packing_of(options: TrainOptions, data_rank: int, data_ranks: int) -> dict[s
 def measure_drafts(
     options: TrainOptions, model: CausalLM, objective: Objective, data_rank: int, data_ranks: int
 ) -> DraftAcceptance | None:
-    """Return a `DraftAcceptance` for the model's multi-token prediction block; None if there is no block to measure.
+    """Return a `DraftAcceptance` that measures the model's multi-token prediction block; None if it has no block.
 
     The drafts are measured on the first batches of the evaluation data or, without evaluation data, of the training
     data.
@@ -438,7 +438,7 @@ class Progress:
             self.steps = start + max(math.ceil(round(self._exact_steps - read_steps, 6)), 0)
 
     def _batches_read(self) -> float:
-        """Return how many batches each rank has read, counted in batches of the current size."""
+        """Return how much data each rank has read, as a number of batches of the current batch size."""
         return self._data.passed / (self._data.ranks * self._options.batch_size)
 
     def next_batches(self) -> int:
@@ -485,7 +485,7 @@ class Updates:
             warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler\.step\(\)` before", UserWarning)
 
     def _share(self, step: int) -> float:
-        """Return the fraction of the peak learning rate after ``step`` steps."""
+        """Return the learning rate after ``step`` steps, as a fraction of the peak learning rate."""
         steps = self._progress.steps
         return cosine(step, max(1, round(self._options.warmup * steps)), steps, self._options.min_lr)
 
@@ -794,7 +794,7 @@ def to_device(batch: Batch, device: torch.device, model: CausalLM) -> Batch:
 
 
 def cosine(step: int, warmup: int, steps: int, floor: float) -> float:
-    """Return the fraction of the peak learning rate at a step: a linear warm-up to 1, then a cosine to ``floor``."""
+    """Return a step's learning rate as a fraction of the peak: a linear warm-up to 1, then a cosine to ``floor``."""
     if step < warmup:
         return (step + 1) / warmup
     progress = min((step - warmup) / max(steps - warmup, 1), 1.0)

@@ -30,9 +30,9 @@ REPORTERS = {"tensorboard": ("TensorBoard", "torch.utils.tensorboard"), "wandb":
 def flops(model: Decoder, batches: Sequence[Batch]) -> float:
     """Count the floating-point operations that this rank performs in a forward and backward.
 
-    The count includes matrix products and all kinds of attention. For each token, an element of a weight counts as 2
-    operations in the forward. In the backward, the element counts as 2 more operations if the weight is trained (for
-    its gradient), and as 2 more if anything before the layer is trained (for the gradient of the input). The count
+    The count includes matrix products and all kinds of attention. In the forward, each element of a weight counts as 2
+    operations per token. In the backward, each element counts as 2 operations per token for the gradient of the weight,
+    if the weight is trained, and as 2 for the gradient of the input, if anything before the layer is trained. The count
     includes neither recomputation nor vision towers. Experts count only for the tokens that are routed to them, and the
     head counts only for tokens with a target.
 
@@ -133,7 +133,7 @@ class Log:
         self.restart()
 
     def restart(self) -> None:
-        """Restart the counts of tokens, operations and time."""
+        """Reset the counts of tokens, operations and time to 0."""
         self.since, self.tokens, self.operations = time.perf_counter(), 0, 0.0
 
     def count(self, batches: Sequence[Batch], operations: float) -> None:

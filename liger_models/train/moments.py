@@ -21,8 +21,8 @@ def moment_dtype(param: Tensor, wanted: torch.dtype | None) -> torch.dtype:
     """Return the dtype of a parameter's moments, given the requested dtype ``wanted``. int8 means 8-bit codes.
 
     With 8-bit codes, each block of 128 elements along the last dimension has one scale. If the part of a parameter on
-    some rank does not consist of whole blocks, the parameter's moments are in fp32 instead. This happens with vectors,
-    narrow matrices, and matrices whose last dimension is sharded within a block.
+    some rank does not consist of whole blocks, the parameter's moments are in fp32 instead. Vectors, narrow matrices,
+    and matrices whose last dimension is sharded within a block therefore have fp32 moments.
     """
     if wanted != torch.int8:
         return wanted or param.dtype

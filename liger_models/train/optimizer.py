@@ -323,10 +323,11 @@ def step_in_backward(optimizer: LigerAdamW) -> list[RemovableHandle]:
     """Make the backward update each parameter as soon as its gradient is ready, and free the gradient right afterwards.
 
     The results are bitwise identical to the results of ``backward(); optimizer.step(); optimizer.zero_grad()``. The
-    calls of ``step`` and ``zero_grad`` may stay in the loop, where they do nothing. Learning rate schedulers expect a
-    call of ``step``. Methods that need all gradients at once do not work: clipping by the norm (it finds no gradients
-    and does nothing), loss scaling, and gradient accumulation (`step` raises an error). `step_in_backward` works with
-    FSDP2, but not with DistributedDataParallel, which averages gradients too late.
+    calls of ``step`` and ``zero_grad`` may stay in the loop, where they do nothing. Keep these calls if you use a
+    learning rate scheduler, which expects calls of ``step``. Methods that need all gradients at once do not work:
+    clipping by the norm (it finds no gradients and does nothing), loss scaling, and gradient accumulation (`step`
+    raises an error). `step_in_backward` works with FSDP2, but not with DistributedDataParallel, which averages
+    gradients too late.
 
     Args:
         optimizer: the optimizer of an ordinary loop. Under FSDP2 it must hold the parameters that ``fully_shard`` has

@@ -348,7 +348,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _unique(items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return a dict with the given pairs of a key and a value. Raises ValueError if a key occurs twice."""
+    """Return a dict with the given key-value pairs. Raises ValueError if a key occurs twice."""
     content: dict[Any, Any] = {}
     for key, value in items:
         if key in content:

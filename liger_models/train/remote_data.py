@@ -248,7 +248,7 @@ def _is_data(file: str) -> bool:
 
 
 def _of_names(files: Sequence[str]) -> Splits:
-    """Group files by split. A path names a split as in "train-00000-of-00002", or by a word."""
+    """Group files by split. A path names its split either as in "train-00000-of-00002", or by one of its words."""
     splits: Splits = {}
     for file in files:
         path = PurePosixPath(file)

@@ -56,7 +56,7 @@ def say(*lines: str) -> None:
 
 
 class Lines:
-    """Formats the lines of the log for the screen.
+    """Converts the lines of the log to the lines that are printed on the screen.
 
     Each line is at most `WIDTH` columns wide. Values that have no column follow on separate lines, with their names.
 
@@ -191,9 +191,10 @@ def estimate(
     Parameters, gradients and the optimizer's moments are counted at their size on this rank. Activations, the head, and
     the weights that FSDP gathers (embedding, head, two blocks) are counted in bfloat16, the dtype of the computation.
     Quantized weights are counted at their stored size. The estimate includes the temporary tensors of one matrix
-    product with a quantized weight. If the weight is in 4 bits, belongs to experts, or is kept as in the checkpoint
-    (``keep_quantized``), the temporary tensor is the dense weight. For any other float8 weight, the temporary tensors
-    are the transposed weight and the rounded rows of the input. On one device, nothing is gathered.
+    product with a quantized weight. If the quantized weight is in 4 bits, belongs to experts, or is kept as in the
+    checkpoint (``keep_quantized``), the only temporary tensor is the dequantized weight. For any other float8 weight,
+    the temporary tensors are the transposed weight and the rounded rows of the input. On one device, nothing is
+    gathered.
 
     Args:
         model: the model as it is trained, but not sharded by `apply_tp`. It may be on the meta device.

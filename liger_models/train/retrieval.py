@@ -3,8 +3,8 @@
 The loss of a step compares all texts in all batches on all ranks, although a forward embeds only one batch of one rank.
 If a step has several batches, the gradients of the embeddings are cached (GradCache): all texts are first embedded
 without an autograd graph, and the gradient of the loss with respect to the embeddings is computed. Then each batch is
-embedded again with a graph, and its backward starts from the batch's part of this gradient. The resulting gradients
-equal the gradients of one large batch.
+embedded again, now with an autograd graph, and the backward of the batch starts from the batch's part of this gradient.
+The resulting gradients equal the gradients of one large batch.
 
 Source: https://arxiv.org/abs/2101.06983 (GradCache).
 """
@@ -350,7 +350,7 @@ def _gather(x: Tensor) -> Tensor:
 
 
 def _distinct(keys: Tensor, vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct keys [m] in ascending order, and the first vector that has each key, [m, C]."""
+    """Return the distinct keys [m] in ascending order and, for each key, the first vector with this key, [m, C]."""
     distinct, inverse = keys.unique(return_inverse=True)
     places = torch.arange(len(keys), device=keys.device)
     first = torch.full_like(distinct, len(keys)).scatter_reduce(0, inverse, places, "amin")

@@ -138,7 +138,7 @@ class StepPlan:
                 ) from error
 
     def _describe(self, plan: MemoryPlan, budget: int) -> list[str]:
-        """Describe the chosen plan, and say how long a step would take with half of the memory."""
+        """Describe the chosen plan, and state how much slower a step would be with half of the memory."""
         amount = f"about {_gigabytes(plan.peak)} of {_gigabytes(budget)} that the device has free (estimate)"
         half = f"{budget / 2e9:.3g}GB"
         try:
@@ -326,9 +326,9 @@ class StepPlan:
             replace_json(self._path, content)
 
     def _stored(self) -> tuple[MemoryPlan | None, str | None]:
-        """Return the plan that the run chose earlier under the same conditions, and the error of a step with this plan.
+        """Return the plan that the run stored under the same conditions, and the error with which a step of it failed.
 
-        Without such a plan, both are None. If no step failed, the error is None.
+        If there is no such plan, both results are None. If no step failed, the error is None.
         """
         found: list[Any] = [None, None]
         if rank() == 0:

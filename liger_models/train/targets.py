@@ -29,7 +29,7 @@ class TargetChecks:
     def check(self, step: int, device: torch.device) -> str | None:
         """Return a warning about the first step up to ``step`` without labels; None if there is none.
 
-        After one warning, the result is always None. Every rank must call this method.
+        Once a warning has been returned, all later results are None. Every rank must call this method.
         """
         if not self._learned:
             return None
