@@ -263,9 +263,9 @@ def unsupported_linears(model: nn.Module) -> list[str]:
 
 
 def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]:
-    """Map the path of each linear layer that can have adapters to a pair.
+    """Return a dict from paths to pairs, for all linear layers that can have adapters.
 
-    The pair contains the layer, and the weight of the layer as an expression in terms of checkpoint tensors.
+    Each pair contains the layer, and the weight of the layer as an expression in terms of checkpoint tensors.
     """
     entries = _entries(model)
     routers = [layer.router for layer in layers_of(model) if layer.router is not None]
@@ -283,7 +283,7 @@ def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]
 def adaptable_experts(model: CausalLM) -> dict[str, dict[str, tuple[str, Expression]]]:
     """Map the path of each layer with routed experts to the layer's parameters that can have adapters.
 
-    The parameters of a layer form a dict from their names in this package to pairs. A pair contains the name of the
+    For each layer, the parameters form a dict from names in this package to pairs. A pair contains the name of the
     parameter in transformers, and the parameter as an expression in terms of checkpoint tensors.
     """
     entries = format_of(type(model)).expert_map(model.config).entries

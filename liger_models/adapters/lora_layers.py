@@ -4,12 +4,12 @@
     y = m · (W x + s · B A x) / ‖W + s · B A‖      for each row, with no gradient of the norm (DoRA)
 
 Each adapter belongs to one matrix of the Hugging Face checkpoint (q_proj, gate_proj, ...). A packed projection holds
-several of these matrices, and the weight map says which of its rows belong to each matrix.
+several of these matrices, and the weight map says which rows of the projection belong to each matrix.
 
 Under tensor parallelism, an adapter is sharded like its weight. If the weight is sharded by rows, B and m are also
-sharded by rows. If the weight is sharded by columns, A is also sharded by columns. Each rank's A x is then a partial
-sum, and the layer's all-reduce sums B A x over the ranks. For replicated tensors, each rank computes only a part of the
-gradient, and the parts of all ranks are summed::
+sharded by rows. If the weight is sharded by columns, A is also sharded by columns. In this case, each rank's A x is a
+partial sum, and the layer's all-reduce sums B A x over the ranks. For each replicated tensor (A, or B and m), each rank
+computes only a part of the gradient, and the parts of all ranks are summed::
 
     weight by rows (q, k, v, gate, up)     B, m sharded     A replicated
     weight by columns (o, down)            A sharded        B, m replicated
@@ -141,8 +141,8 @@ class LinearAdapters(nn.ModuleDict):
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A [R, C] and s · B [O, R] of all adapters, concatenated, where R is r times the number of adapters.
 
-        The rows of B are in the packed order of the weight. The columns of B that belong to an adapter are 0 outside of
-        the rows of this adapter's matrix, so the product of B and A x computes all adapters at once.
+        The rows of B are in the packed order of the weight. Each adapter has its own columns in B. These columns are 0
+        in all rows outside of the adapter's matrix, so the product of B and A x computes all adapters at once.
         """
         adapters = self.by_name()
         r, R = self.config.r, self.config.r * len(adapters)
@@ -165,7 +165,7 @@ class LinearAdapters(nn.ModuleDict):
         return A.to(dtype), self._pack(blocks).to(dtype)
 
     def dora_scale(self, W: Tensor, A: Tensor, B: Tensor) -> Tensor:
-        """Return the factor by which DoRA multiplies each row, [O] fp32. It is 1 for rows without an adapter.
+        """Return the factors by which DoRA multiplies the rows, [O] fp32. The factor is 1 for rows without an adapter.
 
         Args:
             W: this rank's part of the frozen weight [O, C], dense.
@@ -445,7 +445,8 @@ LoRALinear.parallel_kinds = {
 class LoRALMHead(LoRALinear, LigerLMHead):
     """`LigerLMHead` with an adapter.
 
-    In the fused loss, A x becomes r extra columns of the input, and s · B becomes r extra columns of the weight.
+    The fused loss computes the adapter as part of the head: A x becomes r extra columns of the input, and s · B becomes
+    r extra columns of the weight.
     """
 
     forward = LigerLMHead.forward

@@ -1,7 +1,7 @@
 """Medusa: additional heads that predict the tokens after the next token, for speculative decoding.
 
-Let h be the last hidden states. For k from 1 to K, head k predicts the token that is k + 1 positions ahead. Head 0 is
-the model's own head::
+Let h be the last hidden states. Head 0 is the model's own head, which predicts the next token. For k from 1 to K, head
+k predicts the token that is k + 1 positions ahead::
 
     p_k = softmax(W_k · block(... block(h))),  block(x) = x + SiLU(A · x + b)
     loss = [L_0 +] heads_weight · Σ decay^k · L_k

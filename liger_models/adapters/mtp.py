@@ -294,7 +294,8 @@ class LigerMTP(nn.Module):
     def acceptance(self, input_ids: Tensor, *, labels: Tensor, **inputs: Any) -> Tensor:
         """Count the tokens of a text for which the block's most likely token is also the model's most likely token.
 
-        This is the number of first drafts that greedy decoding would accept if the model itself had written the text.
+        If the model itself had written the text, greedy decoding would accept the block's first draft at exactly these
+        tokens.
 
         Args:
             input_ids, labels, inputs: as in `forward`. Tokens without a label do not count.

@@ -138,7 +138,7 @@ def _misread(model: CausalLM) -> set[str]:
     """Return the last parts of module names that PEFT would misread as names of experts in ``target_modules``.
 
     A checkpoint has a separate tensor with such a name for each expert, whereas transformers has one parameter for all
-    experts. The layers of a shared expert or of a dense MLP may have names with the same last part.
+    experts. The layers of a shared expert or of a dense MLP may have names that end with the same part.
     """
     names = expert_names(model)
     apart = any(alias != parameter for alias, parameter in names.items())
@@ -285,10 +285,10 @@ def peft_tensors(layer: LoRALinear | LoRAExperts) -> dict[str, PeftTensor]:
 def _expert_tensors(stem: str, adapter: ExpertAdapter) -> dict[str, PeftTensor]:
     """Map the names in PEFT's files to the tensors of an expert adapter.
 
-    In the files, A is [X · r, in], and the rows of each expert are contiguous. B is [out, r · X]. From one column of B
-    to the next, the index of the expert varies fastest. The rows of B are in transformers' order. If A and B are
-    exchanged, the file stores the transposed B of each expert as A, and the transposed A as B. The product of these two
-    is the transposed product of B and A.
+    In the files, A is [X · r, in], and the rows of each expert are contiguous. B is [out, r · X]. Each run of X columns
+    in B has one column per expert, in the order of the experts. The rows of B are in transformers' order. If A and B
+    are exchanged, the file stores the transposed B of each expert as A, and the transposed A as B. The product of the
+    two stored matrices is the transposed product of B and A.
     """
     (X, out, _), expression, name = adapter.lora_B.shape, adapter.expression, adapter.name
     if adapter.exchanged:

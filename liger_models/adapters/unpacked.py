@@ -1,6 +1,6 @@
 """A tree of modules for PEFT. In the tree, a model's modules have the names that they have in transformers.
 
-PEFT finds modules by name and replaces them. Packed projections have names that PEFT does not know, and each holds
+PEFT finds modules by name and replaces them. PEFT does not know the names of packed projections, each of which holds
 several matrices. Each packed projection is therefore first split into one linear layer per matrix. The model keeps its
 blocks, its attention and its loss:
 
@@ -10,8 +10,8 @@ blocks, its attention and its loss:
         o_proj                       nn.Linear with the model's own weight, the only part of its UnpackedLinear
       model.layers.0.mlp.experts   Node with the parameters that PEFT cannot adapt
 
-PEFT changes only the tree. `UnpackedModel.sync` copies the tree's modules into the model. This method runs when PEFT
-sets or deletes ``peft_config``, and before every forward.
+PEFT changes only the tree. `UnpackedModel.sync` copies the tree's modules into the model. `sync` runs when PEFT sets or
+deletes ``peft_config``, and before every forward.
 """
 
 import dataclasses
@@ -156,7 +156,7 @@ class Node(nn.Module):
 class WrappedModel:
     """Holds the model whose modules are in the tree.
 
-    This class is not an `nn.Module`, so that parameters do not get a second name through it.
+    This class is not an `nn.Module`. Otherwise, each parameter would get a second name.
     """
 
     inner: nn.Module
@@ -439,7 +439,7 @@ class UnpackedModel(Node):
         self.inner.loss_function = function
 
     def get_encoder(self) -> "UnpackedModel":
-        """Return the model itself. In transformers, this result means that there is no encoder."""
+        """Return the model itself, which in transformers means that the model has no encoder."""
         return self
 
     def enable_input_require_grads(self) -> None:
@@ -590,10 +590,10 @@ def _counterparts(entries: Mapping[str, Expression]) -> dict[str, set[str]]:
 
 
 def _is_same_module(module: nn.Module, expressions: dict[str, Expression], counterparts: dict[str, set[str]]) -> bool:
-    """Whether transformers has the same module, for example a norm or the embedding.
+    """Whether transformers' model has the same module. This is true for norms and the embedding, for example.
 
-    The result is False for all linear layers except the head. Each of these layers is replaced by an `UnpackedLinear`,
-    which can run fused ops with adapters.
+    The result is False for all linear layers except the head. An `UnpackedLinear`, which can run fused ops with
+    adapters, replaces each linear layer for which the result is False.
 
     Args:
         module: the module.

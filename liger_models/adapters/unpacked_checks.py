@@ -30,7 +30,7 @@ def check_config(
 
 
 def _check_targets(config: Any, fixed: Sequence[str]) -> None:
-    """Refuse targets that match parameters that can't have adapters."""
+    """Refuse targets that match any parameter without support for adapters."""
     targets = getattr(config, "target_modules", None) or []
     if isinstance(targets, str) or config.inference_mode:
         return
@@ -78,7 +78,7 @@ def _check_tied_tokens(config: Any, causal_lm: CausalLM) -> None:
 
 
 def _check_single_tokens(config: Any, causal_lm: CausalLM) -> None:
-    """Refuse to train embeddings of single tokens, because PEFT would skip the embedding's steps after the lookup."""
+    """Refuse to train embeddings of single tokens, as PEFT would skip what the embedding computes after the lookup."""
     for option in ("trainable_token_indices", "token_indices"):
         value = getattr(config, option, None)
         if value:

@@ -1,14 +1,14 @@
 """A projection whose matrices are separate linear layers, which PEFT may adapt.
 
-The linear layers share the memory of one joined weight. A fused op can therefore read all of them as one matrix, and
-PEFT can read and write each of them::
+The linear layers share the memory of one joined weight. A fused op can therefore read the weights of all linear layers
+as one matrix, and PEFT can read and write the weight of each layer::
 
     gate_up_proj   rows of gate and up in turn; gate_proj.weight is rows 0, 2, 4, ... of the joined weight
     qkv_proj       all rows of q, then k, then v; the outputs are moved to the order of the packed rows
 
 If PEFT has wrapped a linear layer in its ``lora.Linear``, the adapters are passed to the ops of `LoRALinear`, and
-PEFT's parameters get the gradients. PEFT itself computes whatever the ops cannot compute (DoRA, wrappers of other
-methods, hooks).
+PEFT's parameters get the gradients. If the ops cannot compute a layer (DoRA, wrappers of other methods, hooks), PEFT
+itself computes it.
 """
 
 import sys
@@ -51,7 +51,7 @@ class Term(NamedTuple):
 class CannotFuse(Exception):
     """Raised if fused ops cannot compute a layer, so PEFT must compute it.
 
-    The message is the reason for a warning. If it is empty, there is no warning.
+    A warning gives the message of this exception as its reason. An empty message causes no warning.
     """
 
 

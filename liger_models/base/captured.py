@@ -28,8 +28,8 @@ class CapturedStep:
     all of them in the tensors that the step has allocated. An optimizer and clipping may change the values in these
     tensors. Every call draws new random numbers for dropout. The optimizer is not part of the step.
 
-    On a GPU there are two graphs: one sets gradients, and the other adds to existing gradients. Each graph is captured
-    when it is first needed, and the two graphs share their memory. On the CPU the step runs without a graph.
+    On a GPU, there are two graphs: one that sets gradients, and one that adds to existing gradients. Each graph is
+    captured when it is first needed, and the two graphs share their memory. On the CPU the step runs without a graph.
 
     `CausalLM.capture` creates a `CapturedStep`.
     """

@@ -176,9 +176,9 @@ class CausalLM(Decoder):
         """Capture the forward and backward of a training step in a CUDA graph, for batches shaped like ``batch``.
 
         ``loss = step(batch)`` does the work of ``loss = model(**batch).loss`` and ``loss.backward()`` in one launch.
-        For batches of a few hundred tokens, one launch is several times as fast as separate launches. The graph uses
-        the current addresses of the parameters, so move the model, freeze parameters and add adapters before the
-        capture. On the CPU the step runs without a graph.
+        For batches of a few hundred tokens, a step in one launch is several times as fast as a step with separate
+        launches. The graph uses the current addresses of the parameters, so move the model, freeze parameters and add
+        adapters before the capture. On the CPU the step runs without a graph.
 
         Args:
             batch: the forward's arguments by name, among them ``labels`` [B, T]. Tensors are copied, and a call may

@@ -30,9 +30,9 @@ class GridImageModel(VisionLanguageModel):
     """A vision-language model that takes the patches and the grid of each image and each video.
 
     The vision tower takes patches [N, values] and grids [n, 3]. It returns the image tokens [N / merge², C] and a list
-    of DeepStack features, which may be empty. Each DeepStack feature has the shape of the image tokens. A square of
-    ``merge`` × ``merge`` patches becomes one token, where ``merge`` is an attribute of the tower. The tower's layer
-    ``patch_embed`` embeds patches.
+    of DeepStack features, which may be empty. Each DeepStack feature has the shape of the image tokens. The tower has
+    the attribute ``merge``, and turns each square of ``merge`` × ``merge`` patches into one image token. The tower's
+    layer ``patch_embed`` embeds patches.
     """
 
     layout_class = GridLayout

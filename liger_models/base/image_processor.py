@@ -125,7 +125,10 @@ class ImageProcessor(Processor):
         return self.joined(converted)
 
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
-        """See `Processor.media`; special tokens are not added, because the chat template has already added them."""
+        """See `Processor.media`.
+
+        The result switches off special tokens, because the chat template has already added them.
+        """
         return super().media(parts) | {"bos": False}
 
     def changed_settings(self) -> dict[str, dict[str, Any]]:

@@ -322,9 +322,9 @@ def slots_of_frame(number: int, frames: int, depth: int) -> range:
 def join(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors along the first dimension, after padding all other dimensions with zeros to the largest size.
 
-    Padding is needed for three kinds of models. In Llama 3.2 Vision, rows differ in the number of images. In
-    LLaVA-NeXT, images differ in the number of tiles. In Pixtral and Mistral Small 3, images differ in height and width.
-    A single tensor is returned without a copy.
+    Padding is needed for models whose inputs differ in size. In Llama 3.2 Vision, rows differ in the number of images.
+    In LLaVA-NeXT, images differ in the number of tiles. In Pixtral and Mistral Small 3, images differ in height and
+    width. A single tensor is returned without a copy.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -450,7 +450,7 @@ def settings_of(assets: Mapping[str, bytes], part: str) -> dict[str, Any]:
 
 
 def settings_file(assets: Mapping[str, bytes], part: str, changes: Mapping[str, Any]) -> dict[str, bytes]:
-    """Apply changes to the file that `settings_of` reads. Return {name of the file: its new content}.
+    """Apply changes to the file that `settings_of` reads, and return a dict from the file's name to its new content.
 
     If a checkpoint has no video settings, the changes are applied to a copy of its image settings.
     """

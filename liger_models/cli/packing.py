@@ -109,7 +109,7 @@ def free_memory(device: str) -> int | None:
 def default_config(config_class: Any, values: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """Return a family's config with default values, even if the defaults of its vision tower do not fit together.
 
-    This is possible because the tower does not run. ``values`` replace some of the defaults.
+    Unfit tower sizes do no harm, because the tower does not run. ``values`` replace some of the defaults.
 
     Raises:
         ValueError: a field has no default, which only happens in custom architectures.
@@ -132,7 +132,7 @@ def default_config(config_class: Any, values: Mapping[str, Any] = MappingProxyTy
 
 
 def reduced(model_class: type[CausalLM], config: Any, dtype: torch.dtype, device: str) -> CausalLM:
-    """Build a smaller model with random weights and every kind of block of the whole model.
+    """Build a smaller model that has random weights and each kind of block that the whole model has.
 
     The smaller model has only as many blocks as are needed to include every kind. It has narrower layers, fewer
     experts, a smaller vocabulary and shorter windows, and its vision tower has no weights.
@@ -213,8 +213,9 @@ def check_packing(model: CausalLM, lengths: tuple[int, ...] = LENGTHS) -> Iterat
 
     Each document must have the same logits, and the same gradients of its embeddings, in the packed row and alone. The
     gradients of a document's logits with respect to the embeddings of all other documents must be exactly 0, so a leak
-    is found even if it is smaller than rounding errors. The loss and the parameters' gradients of the packed row must
-    equal the sums of those of the single documents. Within `deterministic_forward`, logits must be bitwise identical.
+    is found even if it is smaller than rounding errors. The loss of the packed row must equal the sum of the documents'
+    losses, and the parameters' gradients must equal the sums of the gradients from the single documents. Within
+    `deterministic_forward`, logits must be bitwise identical.
 
     Args:
         model: the model. The gradients of its parameters are overwritten.
@@ -299,7 +300,10 @@ def _compare(
 
 
 def _loss(model: CausalLM, ids: Tensor, bounds: Tensor, spans: list[slice], limit: float) -> Check:
-    """Compare the packed row's loss with the sum of its documents' losses, all without the load-balancing loss."""
+    """Compare the loss of the packed row with the sum of its documents' losses.
+
+    No loss includes the load-balancing loss.
+    """
 
     def summed(tokens: Tensor, **options: Any) -> Tensor:
         out = model(tokens, labels=tokens, num_items_in_batch=1, **options)

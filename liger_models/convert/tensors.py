@@ -268,7 +268,7 @@ class CheckpointTensors(NamedTuple):
         return [name for name in self.parameters if name in self.frozen and self.frozen[name].format.is_kept]
 
     def shapes(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return the checkpoint's tensors on the meta device, in ``dtype`` or, if it is None, the parameters' dtypes."""
+        """Return the checkpoint's tensors on the meta device, in ``dtype``; None means each parameter's own dtype."""
         shapes = self.weights.shapes({name: self.dense(name, dtype) for name in self.parameters})
         for name, encoding in self.encodings.items():
             del shapes[name]

@@ -143,7 +143,10 @@ def find_class(name: str) -> Any:
 
 
 def wrap(model: CausalLM) -> LigerForCausalLM:
-    """Give a model of this package the interface of transformers. The result shares all weights with the model."""
+    """Return an object with the interface of transformers for a model of this package.
+
+    It shares all weights with the model.
+    """
     checkpoint = format_of(type(model))
     hf_class = model_class(checkpoint.model_type)
     # Build the transformers configuration that a saved checkpoint would have.
@@ -256,8 +259,8 @@ def _foreign(auto_class: Any) -> dict[type[PreTrainedConfig], Any]:
 def _find(auto_class: Any, config: Any) -> Any:
     """Return the class of this package that an auto class maps a configuration class to; None if there is none.
 
-    For a model type of transformers, our class appears in the auto classes where transformers has a class of the same
-    name. Two kinds of models count as causal language models: models whose type transformers does not have, and
+    If transformers knows the model type, our class appears in the same auto classes as the transformers class with the
+    same name. Two kinds of models count as causal language models: models whose type transformers does not have, and
     language models that transformers lists only as parts of other models.
     """
     outer = getattr(config, "model_type", None)

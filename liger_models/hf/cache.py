@@ -50,7 +50,7 @@ class LigerCache(Cache):
         return self._decode
 
     def fill_later(self, fill: Callable[[], DecodeCache]) -> None:
-        """Call ``fill`` only when the cache is first used.
+        """Register ``fill``, which is called when the cache is first used.
 
         The cache that ``generate`` returns is seldom used.
         """
@@ -104,7 +104,7 @@ class LigerCache(Cache):
     def layers(self) -> list[Any]:
         """For each layer, a cache layer of transformers with views of the layer's keys and values, [B, G, S, D].
 
-        Do not write to the views. A layer of linear attention is represented by a ``DummyLayer``. In a layer of latent
+        Do not write to the views. A ``DummyLayer`` stands for a layer of linear attention. In a layer of latent
         attention, the key of a token is its row of latents, and the values have width 0.
         """
         layers: list[Any] = []

@@ -414,8 +414,8 @@ def find_mismatched(decoder: CausalLM, stored: Mapping[str, StoredTensor]) -> li
 def _is_tied(arch: type[CausalLM], folder: Path) -> bool:
     """Return False if the family has an untied head by default, and config.json does not say whether the head is tied.
 
-    transformers may tie the head by default although the published model has an untied head (Mistral Small 3). The head
-    of the published model would then be lost.
+    The default of transformers may be a tied head although the published model has an untied head (Mistral Small 3).
+    With this default, the head of the published model would be lost.
     """
     hf = read_json_config(folder) if (folder / CONFIG).is_file() else {}
     if "tie_word_embeddings" in hf or hf.get("model_type") != format_of(arch).model_type:

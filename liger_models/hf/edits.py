@@ -137,7 +137,7 @@ def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -
 
 
 def _is_tied(decoder: CausalLM) -> bool | None:
-    """Return whether the head is tied.
+    """Return whether the head is tied to the embedding.
 
     The result is None if PEFT replaced the head or the embedding, or if the head is unused.
     """

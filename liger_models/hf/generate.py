@@ -7,9 +7,9 @@ loop runs instead.
 
 For most logits processors, the engine has an equivalent option (`OPTIONS`). If the list has a processor without such an
 option, or if its order is not the engine's, the engine calls the whole list after each step. The engine itself
-implements the stopping criteria for the length and for stop tokens. All other criteria are asked only once every few
-steps, and then about each of the new tokens. If a criterion ends generation at one of these tokens, the tokens after it
-are discarded.
+implements the stopping criteria for the length and for stop tokens. All other criteria are called only once every few
+steps, but then for each of the new tokens. If a criterion ends generation at one of these tokens, all later tokens are
+discarded.
 """
 
 import functools
@@ -333,8 +333,9 @@ def _padding_token(stopping_criteria: Any, config: Any) -> int | None:
 def _steps_ahead(device: torch.device, logits_processor: Any, others: Any, streamer: Any) -> int:
     """Return how many steps may run before the tokens of earlier steps have been read.
 
-    With a user's logits processor, no step may run ahead, because the processor would also be called for steps after
-    the end. With a streamer, at most one step may run ahead: the step that runs while the streamer reads a token.
+    If the user has passed a logits processor, no step may run ahead, because the processor would also be called for
+    steps after the end. With a streamer, at most one step may run ahead: the step that runs while the streamer reads a
+    token.
     """
     if device.type not in ACCELERATORS or not all(map(_is_from_transformers, logits_processor)):
         return 0
@@ -473,10 +474,10 @@ def _filling(
 
 
 def count_repeats(ids: Tensor, mask: Tensor | None) -> int:
-    """Return the largest n for which the prompts consist of groups of n equal rows. Synchronizes with the device.
+    """Return the largest n for which the prompts consist of groups of n equal rows.
 
-    The engine computes the prompt of such a group only once. Groups come from the argument ``num_return_sequences`` of
-    ``generate``, and from trainers that sample several answers per prompt.
+    This function synchronizes with the device. The engine computes the prompt of each group only once. Groups come from
+    the argument ``num_return_sequences`` of ``generate``, and from trainers that sample several answers per prompt.
 
     Args:
         ids: [B, T] int64.

@@ -20,10 +20,10 @@ TOKENS_PER_CHECK = 16
 
 
 class StopTexts(StoppingCriteria):
-    """Ends a batch when all answers contain a stop text, at most `TOKENS_PER_CHECK` - 1 tokens later than necessary.
+    """Ends a batch up to `TOKENS_PER_CHECK` - 1 tokens after all answers contain a stop text.
 
-    The harness cuts answers before their stop texts, so its results do not change. The harness's own criterion decodes
-    all answers after each token, which takes longer than computing the token.
+    The harness cuts answers before their stop texts, so its results do not change. The harness's own criterion is slow:
+    after each token, it decodes all answers, which takes longer than computing the token.
 
     Args:
         texts: the stop texts.
@@ -44,7 +44,7 @@ class StopTexts(StoppingCriteria):
 
 @register_model("liger_models")
 class LigerLM(HFLM):
-    """The harness's model type ``hf``, with a model of this package. It takes the same arguments as ``hf``."""
+    """The harness's model type ``hf``, with a model of this package. This class takes the same arguments as ``hf``."""
 
     _model: Any
 

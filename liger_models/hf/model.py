@@ -184,8 +184,8 @@ class UnusedHead(LigerLMHead):
     """A head that is never called. It uses the embedding's weight, but does not register the weight as its parameter.
 
     FSDP requires that all modules that share a parameter are in one group. If a model has no output embedding,
-    Accelerate and other tools put the embedding into a group without the head, so here only the embedding owns the
-    weight.
+    Accelerate and other tools put the embedding into a group without the head. Therefore, only the embedding owns the
+    weight here.
     """
 
     holder: tuple[CausalLM]
@@ -559,7 +559,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         self.has_own_head = not isinstance(value, Layer)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Iterate over the children. The head is included only if PEFT calls this method to freeze all children."""
+        """Iterate over the children. The head is left out unless PEFT calls this method to freeze all children."""
         yield from super().named_children()
         if self.tree is None and sys._getframe(1).f_globals.get("__name__") == "peft.peft_model":
             yield "lm_head", self.lm_head
@@ -765,8 +765,9 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
     ) -> dict[str, Any]:
         """Return the arguments of the forward for the next tokens.
 
-        Pixels are passed only with the first tokens. Longrope uses other frequencies beyond a certain length. When a
-        row exceeds this length, the cache is dropped, because its keys were rotated with the old frequencies.
+        Pixels are passed only with the first tokens. Longrope uses other rotary frequencies beyond a certain sequence
+        length. When a row exceeds this length, the cache is dropped, because its keys were rotated with the old
+        frequencies.
         """
         decoder = self.model.decoder
         for name in ("tokenizer", "assistant_tokenizer"):  # generate does not remove these if stop_strings is given

@@ -3,8 +3,8 @@
 TRL replaces a model's forward by a function that computes the logits in tiles and recomputes them in the backward. From
 TRL 1.15 on, this function returns the log-probability of each target, and other values that the trainer asks for: the
 entropies, the mean logits, and whether the targets are the most probable tokens. `SFTTrainer` divides the sum of the
-log-probabilities by the number of targets. In earlier versions, the function is used only for SFT's loss
-``chunked_nll``, and returns the loss and the sums of the other values. The forward in this file returns the same
+log-probabilities by the number of targets. Versions of TRL before 1.15 use this function only for SFT's loss
+``chunked_nll``. There, it returns the loss and the sums of the other values. The forward in this file returns the same
 results, but computes them with `log_probs_of_sum`. This op computes the logits once for SFT, and twice for losses whose
 gradients differ between targets.
 """
@@ -33,7 +33,7 @@ OUTPUTS = {*SFT_OUTPUTS, "mean_logits"}
 
 
 class Head(NamedTuple):
-    """The settings of a trainer's forward that has replaced the model's own forward.
+    """The settings of the forward with which a trainer has replaced the model's own forward.
 
     Attributes:
         result: function that creates the forward's output from `TokenNumbers`.

@@ -10,9 +10,10 @@ temperature, and let p(i) be the index of the positive document of query i. The 
 In CoSENT, c_i is the cosine similarity of the two texts of example i. With Matryoshka dimensions, the loss is a sum
 over the numbers n in ``dimensions``. Each term of the sum is the loss for the first n dimensions of the embeddings.
 
-The N x M matrix of similarities is never stored. The contrastive loss is `linear_cross_entropy` with the documents as
-the weight of a head, and this op computes the matrix in chunks of queries. CoSENT needs no matrix at all: if the
-examples are sorted by their scores, all examples with a higher score come after an example, so running sums suffice.
+The N x M matrix of similarities is never stored. The contrastive loss is computed by `linear_cross_entropy`, with the
+documents as the weight of a head. This op computes the matrix for one chunk of queries at a time. CoSENT needs no
+matrix at all: the examples are sorted by their scores, so that each example precedes all examples with a higher score,
+and running sums suffice.
 
 Source: https://arxiv.org/abs/1807.03748 (InfoNCE), https://arxiv.org/abs/2205.13147 (Matryoshka),
 https://penghao-bdsc.github.io/papers/CoSENT_TASLP2024.pdf (CoSENT).

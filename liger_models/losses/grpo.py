@@ -70,8 +70,8 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
 
         k1 = l − l_ref,  k2 = (l − l_ref)² / 2,  k3 = exp(l_ref − l) − (l_ref − l) − 1
 
-    ``loss_type`` determines how L is reduced to the loss. In the following list, ΣL is a sum over unmasked tokens. The
-    last three types also replace the first term of L:
+    ``loss_type`` determines how L is reduced to the loss. In the following list, ΣL is the sum of L over unmasked
+    tokens. The last three types also replace the first term of L:
 
     - grpo: ΣL / (number of tokens) of each sequence, averaged over sequences
     - bnpo: ΣL of the batch / (number of tokens in the batch)

@@ -11,7 +11,7 @@ def ranks_of_targets(queries: Tensor, documents: Tensor, target: Tensor) -> Tens
     """Return the rank of each query's positive document, [N] int64.
 
     The documents are ranked by their dot products with the query. The best document has rank 0. If another document has
-    the same product as the positive document, it ranks below the positive document.
+    the same dot product as the positive document, the positive document ranks higher.
 
     Args:
         queries: [N, C].
@@ -39,8 +39,8 @@ def ndcg(scores: Tensor, relevance: Tensor, k: int | None = None) -> Tensor:
     """Compute the normalized discounted cumulative gain of a ranking, [] fp32.
 
     Each of the k best documents contributes its gain 2^relevance − 1, divided by log2(2 + rank). The sum is divided by
-    the sum for the ideal ranking. The result is 0 if no document is relevant. Each of several documents with equal
-    scores gets the mean of their gains, so their order has no effect.
+    the sum for the ideal ranking. The result is 0 if no document is relevant. If several documents have equal scores,
+    each gets the mean of their gains, so the order of these documents has no effect.
 
     Args:
         scores: [n], the scores by which the documents are ranked.

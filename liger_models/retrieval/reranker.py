@@ -106,7 +106,7 @@ class RerankerTexts:
 
 
 def score(model: CausalLM, batch: Batch, answers: tuple[int, int]) -> Tensor:
-    """Return the scores for a batch of prompts, [texts] fp32: the logit of yes minus the logit of no.
+    """Return the scores for a batch of prompts, [texts] fp32. A score is the logit of yes minus the logit of no.
 
     Only these two logits are computed, and only for the last token of each prompt.
 

@@ -121,8 +121,8 @@ class RerankerSettings:
     """The settings with which a causal language model scores a document for a query.
 
     The model computes the logits of two tokens, ``yes`` and ``no``, after a prompt. The score is the logit of ``yes``
-    minus the logit of ``no``. The sigmoid of the score is the probability of ``yes``, given that the next token is one
-    of the two.
+    minus the logit of ``no``. The sigmoid of the score is the probability of ``yes``, under the condition that the next
+    token is ``yes`` or ``no``.
 
     Attributes:
         instruction: text that says what makes a document fit a query.

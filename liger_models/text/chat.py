@@ -1,7 +1,7 @@
 """Rendering of conversations as text, and detection of the parts of this text that the assistant writes.
 
-Each conversation is rendered twice, the second time with marks in the texts of its messages. When the marks are
-removed, the second rendering must equal the first. The marks then show where each message is, and which fields the
+Each conversation is rendered twice. In the second rendering, the texts of the messages contain marks. Without these
+marks, the second rendering must equal the first. The marks then show where each message is, and which fields the
 template leaves out.
 """
 
@@ -432,7 +432,7 @@ class _Conversation:
         """Return how often a mark occurs in the text that ends with the message to which the mark belongs.
 
         Repetitions after this message are not counted. For example, a template may write the name of a call twice in
-        the call itself, and again next to the call's result.
+        the call itself (counted), and again next to the call's result (not counted).
         """
         prefix = None if owner == _TOOLS else self._prefix(owner + 1)
         return 0 if prefix is None else prefix.count(_mark(number))
@@ -502,7 +502,8 @@ class _Conversation:
     def shows(self, index: int, spans: Sequence[Span]) -> bool:
         """Return whether the text shows an answer exactly as it was generated.
 
-        This is True if rendering only the messages up to this answer yields the same text up to the end of the answer.
+        To find out, this method renders only the messages up to this answer. This text and the text of the whole
+        conversation must agree up to the end of the answer.
         """
         prefix = self._prefix(index + 1)
         if prefix is None or not spans or index == len(self.messages) - 1:
@@ -578,10 +579,10 @@ class _Conversation:
         return repr({name: value for name, value in self.style.variables.items() if name != "tools"})
 
     def _likely_header(self, index: int, number: int | None, before: str) -> int:
-        """Return the header's length for a text that does not continue the prompt, such as before the first message.
+        """Return an answer's header length if the text does not continue the prompt, as before the first message.
 
-        The header ends after the longest beginning of the usual prompt that occurs in the text. If none occurs, the
-        header is the text that the template writes before any answer at this position.
+        If the text contains a beginning of the usual prompt, the header ends after the longest such beginning.
+        Otherwise, the header is the text that the template writes before any answer at this position.
         """
         # The usual prompt is what the template adds after a question if it is asked for a generation prompt.
         question = [{"role": "user", "content": f"1{_mark(0)}"}]
@@ -602,7 +603,7 @@ class _Conversation:
     def _boundaries(self, text: str) -> Iterator[re.Match[str]]:
         """Yield the special tokens and the white space in a text.
 
-        A token of an answer never extends across such a special token or white space.
+        No token of an answer extends across one of these boundaries.
         """
         return re.finditer(rf"{self._special.pattern}|\s", text)
 

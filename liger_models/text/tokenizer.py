@@ -628,10 +628,10 @@ class Tokenizer:
         A model is trained on these parts.
 
         A template may mark answers by ``{% generation %}`` and ``{% endgeneration %}``. An answer may then have several
-        parts, such as reasoning and text. Without these marks, an answer extends from the end of the generation prompt
-        to the token that ends the turn. If the template writes no such token, the first special token of the next
-        message ends the turn. If there is no next message, the token with which a next message would begin is added at
-        the end of the text.
+        parts, such as reasoning and text. If the template has no such marks, an answer extends from the end of the
+        generation prompt to the token that ends the turn. If the template writes no token at the end of a turn, the
+        first special token of the next message ends the turn. If there is no next message, the token with which a next
+        message would begin is added at the end of the text.
 
         Args:
             messages, tools, chat_template, **variables: as for `apply_chat_template`, for one conversation.
@@ -758,7 +758,7 @@ def _render_unfinished(
 ) -> str:
     """Render a conversation up to the end of a field of its last message, without the text after this field.
 
-    A mark and a space are appended to the field. The rendered text is cut where the template writes the mark. If the
+    This method appends a mark and a space to the field, renders the conversation, and cuts the text at the mark. If the
     rendered text has no space after the mark, the template has stripped the field.
     """
     where, mark = "apply_chat_template: continue_final_message", f"{BEGIN} "
