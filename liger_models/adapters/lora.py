@@ -138,7 +138,7 @@ def language_targets(model: CausalLM, targets: Sequence[str] | str = "all-linear
 
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Context manager within which a model runs without adapters, for example as a preference loss's reference model.
+    """Context manager within which a model runs without adapters, for example as the reference model of a loss.
 
     If the forward runs within the context, its backward must also run within the context.
 
@@ -315,7 +315,7 @@ def _check_adapted(function: str, model: nn.Module) -> None:
 
 
 def _entries(model: CausalLM) -> dict[str, Expression]:
-    """Return the entries of the weight map for the names that modules have in PEFT's files."""
+    """Return the entries of the weight map whose names are the module names in PEFT's files."""
     return format_of(type(model)).module_map(model.config).entries
 
 

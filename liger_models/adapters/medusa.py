@@ -87,7 +87,7 @@ class MedusaHead(nn.Sequential):
     """Residual blocks, followed by a projection to the vocabulary unless the heads share a projection.
 
     This class derives from `nn.Sequential`, so its parameters have the names that the file format requires. The
-    projection must run inside the forward of this module, because only there FSDP has gathered the projection's weight.
+    projection must run inside the forward of this module, because FSDP has gathered the projection's weight only there.
 
     Args:
         hidden_size: C.

@@ -152,10 +152,10 @@ class LigerMTP(nn.Module):
         return {name: weight for name, weight in self.named_parameters() if not name.startswith("model.")}
 
     def _layouts(self) -> list[dict[str, tuple[Expression, dict[str, str]]]]:
-        """For each checkpoint layout, map our names of parameters to pairs.
+        """For each checkpoint layout, return a dict from our parameter names to pairs.
 
-        The pair for a parameter contains its expression, and a dict from the names in this expression to the names in
-        the checkpoint.
+        A pair contains the parameter's expression, and a dict from the names in this expression to the names in the
+        checkpoint.
         """
         layouts = []
         for weights in format_of(type(self.model)).weight_maps(self._sizes):

@@ -98,7 +98,7 @@ def quantized_layers(model: nn.Module) -> list[LoRALinear]:
 
 
 def _mixtures(model: nn.Module) -> list[LigerMoE]:
-    """Return all layers with routed experts. `quantize_base` quantizes the experts of each of them."""
+    """Return all layers with routed experts. `quantize_base` quantizes the experts of all these layers."""
     return [layer for layer in model.modules() if isinstance(layer, LigerMoE)]
 
 

@@ -578,7 +578,7 @@ def _layers_inside(module: nn.Module) -> list[str]:
 
 
 def _counterparts(entries: Mapping[str, Expression]) -> dict[str, set[str]]:
-    """Map the path of each checkpoint module to our modules that hold its parameters, including its submodules'."""
+    """Map each checkpoint module's path to our modules that hold the parameters of this module and its submodules."""
     counterparts: dict[str, set[str]] = {}
     for parameter, expression in entries.items():
         for tensor in expression.names():

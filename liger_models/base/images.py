@@ -440,7 +440,7 @@ def settings_of(assets: Mapping[str, bytes], part: str) -> dict[str, Any]:
     """Return the settings of "image_processor" or "video_processor" in a checkpoint's files; {} if there are none.
 
     transformers 5 writes the settings of both processors to processor_config.json and reads this file first. Earlier
-    versions write one file for each processor.
+    versions of transformers write one file for each processor.
     """
     settings = parse_json(assets.get(_COMMON_FILE, b"{}"), _COMMON_FILE).get(part)
     if isinstance(settings, dict):

@@ -424,7 +424,7 @@ class Processor(ABC):
     def _labels(self, ids: Any, masks: Any) -> Any:
         """Return labels, [B, T] or lists.
 
-        They are −100 for media tokens and where the mask is 0, and the ids elsewhere.
+        A label is −100 for a media token or where the mask is 0. Every other label equals the token's id.
         """
         media = sorted(self.media_ids)
         if isinstance(ids, Tensor):

@@ -138,7 +138,10 @@ def _unmoved(parameters: dict[str, torch.nn.Parameter]) -> Iterator[Finding]:
 
 
 def _without_gradient(model: CausalLM, parameters: dict[str, torch.nn.Parameter]) -> Iterator[Finding]:
-    """Yield the tensors that got no gradient, except tensors that are used only for images."""
+    """Yield a finding for each tensor that is frozen or got no gradient.
+
+    Tensors that are used only for images need no gradient.
+    """
     paths = [path for path, _ in model.named_parameters()]
     unreached = ("visual.", *{path.partition("cross_attn.")[0] for path in paths if "cross_attn." in path})
     images = {id(parameter) for path, parameter in model.named_parameters() if path.startswith(unreached)}

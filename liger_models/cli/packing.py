@@ -69,7 +69,7 @@ def model_to_pack(name: str, empty: CausalLM, device: str, *, progress: bool) ->
     """Load the model to check, or build a smaller one.
 
     A checkpoint is loaded if its weights and their gradients fit into the free memory of the device. On the CPU, the
-    model is float32. On an accelerator, it is bfloat16 if `deterministic_forward` supports the model.
+    model is float32. On an accelerator, the model is bfloat16 if `deterministic_forward` supports it.
 
     Args:
         name: a folder, a name on the hub, or a model type, for which a smaller model is built.
@@ -288,7 +288,7 @@ def _compare(
     limit: float,
     exact: bool,
 ) -> Check:
-    """Compare a document in the packed row with the same document alone: logits [1, T, V] and gradients [1, T, C]."""
+    """Compare the logits [1, T, V] and gradients [1, T, C] of a document in the packed row and alone."""
     logits_error, error = relative_error(packed, alone), relative_error(*gradients)
     same = torch.equal(packed, alone) if exact else logits_error <= limit
     words = "bit for bit" if exact and same else f"{logits_error:.1e}"

@@ -305,7 +305,7 @@ class CheckpointTensors(NamedTuple):
                     yield values.pop(0)
 
     def _sharded_as(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the tensors that must be gathered to compute the value of a parameter."""
+        """Return the tensors that must be gathered before the value of a parameter can be computed."""
         layer, weight = self.adapted.get(name), self.frozen.get(name)
         if layer is not None:
             attribute = name.rpartition(".")[2]

@@ -247,7 +247,7 @@ class PackedDataset(IterableDataset[Batch]):
     def describe(self) -> str:
         """Return a text with the files, their formats, the number of documents, and the first document.
 
-        The parts of this document that have labels are marked.
+        In the first document, the parts that have labels are marked.
 
         Raises:
             ValueError: the source is a stream.

@@ -367,7 +367,7 @@ class Encoder:
             yield self._with_media(ids, item) if item.media else Document(ids)
 
     def _with_media(self, ids: "array[int]", text: Text) -> Document:
-        """Convert a text to a document. The tokens of the text's images get no labels."""
+        """Convert a text, which may have images, to a document. Image tokens get no labels."""
         media = self.media.locate(text.where, ids, text.media, text.counts)
         return Document(array("i", (~token if token in self.media.token_ids else token for token in ids)), media)
 

@@ -69,7 +69,7 @@ class MixedRows(PackedRows):
         return self.parts[int(parts[index])][int(rows[index])]
 
     def _choose(self) -> tuple[Tensor, Tensor]:
-        """Return two tensors [rows] int64: the part from which each row of the epoch comes, and its index there."""
+        """For each row of the epoch, return its part and its index in this part, as two tensors [rows] int64."""
         parts, rows = [], []
         for number, (part, count) in enumerate(zip(self.parts, self.counts, strict=True)):
             # Rows that the part has provided since the first epoch are counted through all cycles of the part.

@@ -180,7 +180,7 @@ class PairRows(AnswerRows):
 
     @property
     def are_scored(self) -> set[bool]:
-        """Whether examples have scores: {True} if all do, {False} if none does, and {True, False} if only some do."""
+        """A set: {True} if all examples have scores, {False} if none has, and {True, False} if only some have."""
         ends = self.tokens.ends
         return {bool(self.tokens.ids[(int(ends[first - 1]) if first else 0) + 1]) for first in self.firsts}
 

@@ -313,7 +313,7 @@ def _newest(first: Path) -> Path:
 def _following(folder: Path) -> Path:
     """Return the folder for the next tokenization of the same source.
 
-    It has the same parent as ``folder``, and is named NAME.1, NAME.2, ...
+    The new folder has the same parent as ``folder``, and its name is NAME.1, NAME.2, ...
     """
     return folder.with_suffix(f".{int(folder.suffix[1:] or 0) + 1}")
 

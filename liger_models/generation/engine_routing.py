@@ -15,9 +15,9 @@ SGLang     ``meta_info["routed_experts"]``: the bytes of an array [N, H, K] of i
 prime-rl   a dict with the bytes of the array in base64 (``data``), ``shape``, ``dtype`` and ``start``.
 =========  =========================================================================================================
 
-N is the number of tokens in prompt and completion, without the last token and without the first ``start`` tokens. An
-earlier turn has returned the rows of the first ``start`` tokens. The number ``start`` is called
-``routed_experts_prompt_start`` in vLLM, and ``routed_experts_start_len`` in SGLang.
+N is the number of tokens in prompt and completion, without the last token and without the first ``start`` tokens, whose
+rows an earlier turn has returned. The number ``start`` is called ``routed_experts_prompt_start`` in vLLM, and
+``routed_experts_start_len`` in SGLang.
 
 Source: vLLM 0.33.0 (``outputs.py``, ``model_executor/layers/fused_moe/routed_experts_capturer.py``,
 ``utils/serial_utils.py``), SGLang 0.5.23 (``srt/state_capturer``, ``srt/managers/detokenizer_manager.py``), prime-rl

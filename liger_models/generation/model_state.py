@@ -1,7 +1,8 @@
 """The state of a model: everything that a captured forward depends on, except the values of tensors.
 
-Every call of `generate` asks for the state of its model before it launches anything. A description takes about a
-millisecond, so a model is described again only if the address of one of its attributes has changed.
+Every call of `generate` asks for the state of its model before it launches anything. Computing the description of a
+model takes about a millisecond, so it is computed again only if the address of one of the model's attributes has
+changed.
 """
 
 from collections.abc import Hashable

@@ -1,8 +1,8 @@
 """Checks of `rollout`'s arguments, and of the features that `rollout` needs from the model.
 
-There are three kinds of arguments: the prompts; integers, such as ``max_new_tokens``, that may differ between prompts;
-and options. `refusal` returns the reason why `rollout` does not support a model. Other modules also call it to choose
-between `rollout` and `generate`.
+There are three kinds of arguments: prompts, options, and integers that may differ between prompts (such as
+``max_new_tokens``). `refusal` returns the reason why `rollout` does not support a model. Other modules also call
+`refusal` to choose between `rollout` and `generate`.
 """
 
 from collections.abc import Iterable, Sequence

@@ -118,7 +118,7 @@ class Rows:
         return self._all_ended
 
     def read_later(self) -> Callable[[], bool]:
-        """Start to read whether every row has ended by now. Returns a function that waits for the result."""
+        """Start to read whether every row has ended. The returned function waits for this result."""
         if self._all_ended is not None or self.ended.device.type not in ACCELERATORS:
             known = self.all_ended()
             return lambda: known

@@ -64,7 +64,7 @@ class Sampler:
         return self.restrict(self.process(ids, context, logits))
 
     def process(self, ids: Tensor, context: Tensor, logits: Tensor) -> Tensor:
-        """Apply to logits [B, V] the options that also affect greedy decoding."""
+        """Process logits [B, V] with the options that also affect greedy decoding."""
         settings, V = self.settings, logits.shape[1]
 
         # Penalize repeated tokens. Exclude tokens that would repeat a sequence, complete a bad word, or end a row too

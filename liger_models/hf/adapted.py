@@ -29,7 +29,8 @@ class Adaptable:
     def peft_config(self) -> Any:
         """Maps adapter names to PEFT configurations.
 
-        Reading this property unpacks the projections, because PEFT reads it before it looks for modules to replace.
+        PEFT reads this property before it looks for modules to replace, so reading the property unpacks the
+        projections.
 
         Raises:
             AttributeError: the model has no adapters.

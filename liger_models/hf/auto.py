@@ -160,7 +160,7 @@ def wrap(model: CausalLM) -> LigerForCausalLM:
 
 
 def register() -> None:
-    """Make transformers' auto classes return this package's models for every model type that this package supports.
+    """For every model type that this package supports, make transformers' auto classes return this package's models.
 
     Afterwards, the methods ``from_pretrained`` and ``from_config`` of ``AutoModelForCausalLM``,
     ``AutoModelForImageTextToText``, ``AutoModelForMultimodalLM`` and ``AutoModelForSequenceClassification`` return

@@ -159,7 +159,7 @@ class LigerCache(Cache):
         self.decode.select(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens. ``tokens_to_remove`` is minus the number of tokens to remove.
+        """Remove the last tokens. To remove n tokens, pass −n as ``tokens_to_remove``.
 
         Raises:
             ValueError: ``tokens_to_remove`` is positive, which transformers' caches also refuse; or the cache holds

@@ -54,7 +54,7 @@ _IGNORED = [
 
 
 class Mismatch(NamedTuple):
-    """A tensor whose shape in a checkpoint differs from its shape in the model, as transformers reports it."""
+    """A tensor with different shapes in a checkpoint and in the model, in the form in which transformers reports it."""
 
     name: str
     stored: tuple[int, ...]
@@ -330,7 +330,7 @@ class Checkpoint(Loading):
     def _without_tensors(
         self, folder: str | os.PathLike[str], is_main_process: bool, state_dict: Mapping[str, Tensor] | None
     ) -> bool:
-        """Return whether ``state_dict`` is empty. If so, first write the configurations on rank 0."""
+        """Return whether ``state_dict`` is empty. If it is empty, rank 0 first writes the configurations."""
         if state_dict is None or state_dict:
             return False
         if is_main_process and rank() == 0:

@@ -382,7 +382,7 @@ class Output:
             self.unfinished = torch.ones(len(prompts), dtype=torch.bool, device=prompts.device)
 
     def check(self) -> bool:
-        """Ask the criteria about each unread step, in order, and return whether all rows have ended.
+        """Call the criteria for each unread step, in order, and return whether all rows have ended.
 
         Steps that ran after the end of all rows are dropped.
         """

@@ -170,7 +170,7 @@ class PreferenceLoss(FusedLinearLoss):
     def _mean_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the mean of each sequence's logits, [B].
 
-        It follows from the means of x and weight, without the logits.
+        This function computes it from the means of x and weight, without the logits.
         """
         # The mean of x · Wᵀ over tokens and vocabulary is the product of two means: of x over tokens, and of W over the
         # vocabulary.

@@ -126,7 +126,7 @@ class LigerKLDIVLoss(nn.Module):
         self.eps, self.reduction, self.log_target = eps, reduction, log_target
 
     def forward(self, y_pred: Tensor, y_true: Tensor) -> Tensor:
-        """Compute the loss in fp32. Its shape is [] or, with reduction "none", [..., V].
+        """Compute the loss in fp32. The result is [..., V] with reduction "none", and [] with any other reduction.
 
         Args:
             y_pred: [..., V] log-probabilities.

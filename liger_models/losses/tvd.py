@@ -59,7 +59,7 @@ class LigerTVDLoss(nn.Module):
         self.reduction, self.ignore_index = reduction, ignore_index
 
     def forward(self, p: Tensor, q: Tensor, shift_labels: Tensor | None = None) -> Tensor:
-        """Compute the loss in fp32. Its shape is [] or, with reduction "none", [..., V].
+        """Compute the loss in fp32. The result is [..., V] with reduction "none", and [] with any other reduction.
 
         Args:
             p: [..., V], the student's probabilities.

@@ -241,7 +241,7 @@ class _Files:
 
 
 def _read_pooling(where: str, described: Mapping[str, Any]) -> str:
-    """Return the pooling in a module's config, which may have an older format than that of sentence-transformers 6."""
+    """Return the pooling in a module's config. Formats from before sentence-transformers 6 are also read."""
     keys = {key: name for name, key in _POOLING_KEYS.items()}
     chosen = [key for key in (*keys, *_OTHER_POOLING_KEYS) if described.get(f"pooling_mode_{key}")]
     poolings = described.get("pooling_mode", [keys.get(key, key) for key in chosen] or ["mean"])

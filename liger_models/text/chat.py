@@ -538,7 +538,7 @@ class _Conversation:
         return Rendering(text, learned, unrendered)
 
     def _end(self) -> int:
-        """Return where the last mark is, as a position in the text from which all marks are removed."""
+        """Return the position of the last mark, counted in characters of the text without marks."""
         return self._groups[-1].end if self._groups else 0
 
     def _header(self, index: int, number: int | None, before: str) -> int:

@@ -264,7 +264,9 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=False)
 
     def add_tokens(self, new_tokens: str | Sequence[str], special_tokens: bool = False) -> int:
-        """Add tokens. They are found in a text before the rest is split. Existing tokens do not change.
+        """Add tokens.
+
+        Encoding first finds these tokens in a text, and then splits the rest. Existing tokens do not change.
 
         The model's embedding needs a row for each id. If the embedding has fewer rows than ``len(tokenizer)``, call
         ``model.resize_token_embeddings(len(tokenizer))``.

@@ -144,7 +144,7 @@ class Planner:
 
     @property
     def share(self) -> float:
-        """Fraction of the GPU's memory that a step may use according to the estimate."""
+        """The estimated memory of a step may be at most this fraction of the GPU's memory."""
         return usable_share(self.model("full", torch.bfloat16))
 
     def _plan(self, memory: int, method: str, lengths: Sequence[int]) -> Recipe | None:

@@ -341,7 +341,7 @@ def sample(model: CausalLM, prompt: str) -> str:
 
 
 def next_steps(output: Path, *, model: str, adapters: bool, chat: bool, generates: bool = True) -> list[str]:
-    """Return the last lines that a run prints. They name the exported files and the commands that use these files."""
+    """Return the last lines that a run prints. These lines name the exported files and the commands that use them."""
     folder = output / ("adapter" if adapters else "model")
     result = [model, "--adapter", str(folder)] if adapters else [str(folder)]
     commands = {}
