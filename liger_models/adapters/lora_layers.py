@@ -196,7 +196,7 @@ class LinearAdapters(nn.ModuleDict):
         return torch.where(self._pack(has_adapter) > 0, scale, 1.0)
 
     def _active_group(self) -> Group | None:
-        """Return ``self.group``, or None while unsharded tensors replace the shards."""
+        """Return ``self.group``; None if unsharded tensors currently replace the shards."""
         return self.group if is_sharded(next(self.parameters())) else None
 
     def _pack(self, rows: Mapping[str, Tensor]) -> Tensor:

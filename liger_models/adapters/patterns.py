@@ -2,9 +2,8 @@
 
 `re` tries all ways in which a pattern can match a text, one after the other. For a pattern such as ``(a+)+b``, each
 further character of the text doubles the number of these ways, and the search cannot be interrupted. `Pattern` follows
-all ways at once: for each part of the pattern, it takes all positions where the part may begin, and computes all
-positions where the part may end. A pattern has the same meaning as in `re`, because `re` parses it and compiles its
-smallest parts.
+all ways at once: for each part of the pattern, it computes all positions where the part may end from all positions
+where it may begin. A pattern has the same meaning as in `re`, because `re` parses it and compiles its smallest parts.
 
 Source: https://swtch.com/~rsc/regexp/regexp1.html.
 """

@@ -98,7 +98,10 @@ class UnpackedLMHead(Layer):
 
 
 class Node(nn.Module):
-    """An inner module of the tree. Its leaves are modules of the model, under other names. PEFT may replace leaves."""
+    """An inner module of the tree.
+
+    The leaves of the tree are modules of the model under other names. PEFT may replace leaves.
+    """
 
     leaves: dict[str, tuple[nn.Module, str]]
     """Maps the name of each leaf to (its owner in the model, its name in this owner)."""

@@ -310,7 +310,7 @@ class CausalLM(Decoder):
         device: str | torch.device = "cpu",
         kernels: KernelOptions | None = None,
     ) -> "Self":
-        """Create a model on ``device`` in ``dtype``. Its random weights depend on ``torch.manual_seed``."""
+        """Create a model on ``device`` in ``dtype``. The weights are random and depend on ``torch.manual_seed``."""
         check_config(config)
         # On the meta device the constructor draws no weights.
         with torch.device("meta"):

@@ -35,7 +35,7 @@ NOT_OF_PROCESSORS = ("generation_config.json", "README.md")
 class TextOptions(TypedDict, total=False):
     """Keyword arguments that every processor takes besides texts and images.
 
-    They have the same meaning as in transformers.
+    These arguments have the same meaning as in transformers.
 
     Defaults are in parentheses.
 
@@ -328,7 +328,7 @@ class Processor(ABC):
     def framed(self, text: str, *, is_prompt: bool) -> str:
         """Return a text in the form of the model's training data.
 
-        It is used for texts that no chat template has rendered.
+        The processor calls this method for texts that no chat template has rendered.
 
         Args:
             text: a whole text, or the prompt that an answer follows.

@@ -90,7 +90,10 @@ class VisionLanguageModel(CausalLM):
 
 
 class _Insert(torch.autograd.Function):
-    """See `insert_tokens`. It replaces ``masked_scatter``, whose backward waits for a count of the placeholders."""
+    """See `insert_tokens`.
+
+    This op replaces ``masked_scatter``, whose backward would wait until the placeholders have been counted.
+    """
 
     @staticmethod
     def forward(ctx: Any, embeds: Tensor, places: Tensor, tokens: Tensor) -> Tensor:

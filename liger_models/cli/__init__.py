@@ -1,4 +1,4 @@
-"""The command ``liger-models``. Its subcommands are in `commands`, which needs the extra ``cli``."""
+"""The command ``liger-models``. The module `commands` has the subcommands and needs the extra ``cli``."""
 
 import sys
 

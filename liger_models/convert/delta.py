@@ -35,7 +35,9 @@ WORDS = 2**18
 
 
 class WeightDelta(NamedTuple):
-    """The changes from one version of the weights to the next. Both fields can be passed to safetensors' ``save_file``.
+    """The changes from one version of the weights to the next.
+
+    The fields ``tensors`` and ``metadata`` can be passed to safetensors' ``save_file``.
 
     Attributes:
         tensors: the changed tensors. If few elements of a tensor have changed, ``NAME:indices`` holds the increasing

@@ -108,7 +108,7 @@ class CheckpointFormat:
     def weight_maps(self, config: Any) -> list[WeightMap]:
         """Return the `WeightMap` of each layout that checkpoints may have.
 
-        The first layout is the one that is used for saving.
+        Models are saved in the first layout.
         """
         return [self.weight_map(config), *self.other_maps(config)]
 

@@ -68,7 +68,7 @@ def load_pretrained(
 ) -> Model:
     """Load a model from a folder.
 
-    The model is built on the meta device. Its parameters are then read one at a time, directly to ``device`` in
+    The model is built on the meta device. Then the model's parameters are read one at a time, directly to ``device`` in
     ``dtype``. If ``shard`` is given, all ranks of the process group must call this function. Rank 0 reads the headers
     of the files for all ranks. Each rank opens only the files that contain rows of its shards, and reads only these
     rows. An error on one rank is raised on all ranks.

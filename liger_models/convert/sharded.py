@@ -1,4 +1,7 @@
-"""Functions that read one rank's shard of a parameter. They read only the checkpoint rows that the shard needs."""
+"""Functions that read one rank's shard of a parameter.
+
+These functions read only the checkpoint rows that the shard needs.
+"""
 
 import functools
 import itertools

@@ -245,8 +245,9 @@ class CheckpointTensors(NamedTuple):
         """Return a copy of this object that stores parameters of `Layer.wide` in the dtype that the checkpoint had.
 
         A parameter is stored in its checkpoint dtype only under two conditions: all parameters outside of `Layer.wide`
-        have this dtype, and this dtype represents all values of the parameter exactly. The second condition holds, for
-        example, if the model was not trained. If the model is sharded, all ranks must call this function.
+        have this dtype, and this dtype represents all values of the parameter exactly. If the model was not trained,
+        for example, the checkpoint dtype represents all values exactly. If the model is sharded, all ranks must call
+        this function.
         """
         dtype = self.parameters["embed_tokens.weight"].dtype
         names = [name for name, read in model.read_dtypes.items() if name in self.parameters and read == dtype]

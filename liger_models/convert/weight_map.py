@@ -344,7 +344,7 @@ def tower_rows(theirs: str, parameter: str, heads: int, width: int) -> Expressio
 
 
 def key_rows(q: str, k: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
-    """Return a fused projection like `qkv_rows`, but without the rows of the values."""
+    """Return a fused projection as `qkv_rows` does, but without the rows of the values."""
     groups = [Rearrange("(g n) ... -> g n ...", name, g=kv_heads) for name in (q, k)]
     sizes = [heads // kv_heads * head_dim, head_dim]
     return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=kv_heads)

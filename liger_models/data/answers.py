@@ -65,9 +65,9 @@ class AnswerEncoder(Encoder):
 class AnswerRows(PackedRows):
     """The examples of an epoch, in order. `AnswerDataset` creates this sequence.
 
-    An example is a dict. Its entries ``first`` and ``second`` are documents ([n] int32 each). Its other entries are the
-    pixels, named like the arguments of the forward. With ``broken_media="skip"``, an example whose images cannot be
-    decoded is replaced with the next example of the source.
+    An example is a dict. The entries ``first`` and ``second`` of the dict are documents ([n] int32 each). All other
+    entries are pixels, named like the arguments of the forward. With ``broken_media="skip"``, an example whose images
+    cannot be decoded is replaced with the next example of the source.
     """
 
     def __init__(self, tokens: TokenFile, make_row: RowMaker, shuffle: bool, seed: int) -> None:

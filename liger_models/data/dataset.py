@@ -204,7 +204,7 @@ class PackedDataset(IterableDataset[Batch]):
     def has_images(self) -> bool:
         """Whether any document has an image.
 
-        The documents of a stream are unknown, so True means that they may have images.
+        The documents of a stream are not known in advance, so for a stream, True means that some may have images.
         """
         if self._rows is None:
             return self.encoder.processor is not None

@@ -746,7 +746,8 @@ def _masked(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span] |
 def read_variables(example: Mapping[str, Any]) -> dict[str, Any]:
     """Return an example's variables for the chat template: its tools and its ``chat_template_kwargs``.
 
-    Both columns may contain JSON texts, because a column of a table cannot hold values of different types.
+    The values of these columns may also be JSON texts, because a column of a table cannot hold values of different
+    types.
 
     Raises:
         ValueError: a text in these columns is not JSON, or ``chat_template_kwargs`` is not an object.

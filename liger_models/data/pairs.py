@@ -115,7 +115,7 @@ def key_of(content: bytes) -> int:
 
 
 class PairEncoder(Encoder):
-    """Encodes each record as one document that describes the record, followed by a document for each of its texts.
+    """Encodes each record as a document that describes the record, followed by one document per text.
 
     The first document contains four things: the number of texts, whether the texts have scores, the 64-bit checksum of
     the query as two integers, and the bits of the scores.

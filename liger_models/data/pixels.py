@@ -68,7 +68,7 @@ class RowMaker:
     def count(self, error: BrokenMediaError, done: str) -> None:
         """Count a document with a broken image or video.
 
-        The first such document causes a warning, whose text ends with ``done``.
+        The first such document causes a warning that ends with the text ``done``.
 
         Raises:
             BrokenMediaError: ``broken_media`` is "error".

@@ -253,7 +253,7 @@ def _read_ids(pair: Mapping[str, Any]) -> list[Answer]:
 def _encode_texts(pair: Mapping[str, Any], tokenizer: Tokenizer, answers: Sequence[str]) -> list[Answer]:
     """Return the answers of a pair that holds texts.
 
-    If a token contains characters of both the prompt and the answer, the token belongs to the answer.
+    A token that contains characters of both the prompt and the answer belongs to the answer.
     """
     eos = tokenizer.eos_token_id
     end = [] if eos is None else [eos]

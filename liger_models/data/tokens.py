@@ -250,8 +250,8 @@ def default_cache() -> Path:
 def tokenize(source: Any, encoder: Encoder, cache_dir: str | PathLike[str] | None, progress: bool) -> TokenFile:
     """Return a source's tokens from the cache. If the cache lacks them, each host's first rank tokenizes the source.
 
-    Every rank must call this function. An error on one rank is raised on all ranks. All other ranks wait for the ranks
-    that tokenize, without a time limit. If several hosts or runs share the cache, one host tokenizes and the others
+    Every rank must call this function. An error on one rank is raised on all ranks. All other ranks wait, without a
+    time limit, for the ranks that tokenize. If several hosts or runs share the cache, one host tokenizes and the others
     wait. If a run was killed, tokenization continues after the run's last finished part. Tokens from the cache are
     verified. With ``broken_media="skip"``, the source is tokenized again if image files have changed. The new tokens
     are written to a new folder next to the old folder, because a running process may be reading the old folder.

@@ -1,4 +1,4 @@
-"""The forward of short prompts. It is captured as a CUDA graph and replayed for prompts of similar length.
+"""The forward of short prompts, which is captured as a CUDA graph and replayed for prompts of similar length.
 
 For a short prompt, the host needs more time to launch the kernels one by one than the GPU needs to run them. A graph
 needs only one launch. Prompts are padded on the right to one of a few lengths, so that a graph serves several lengths.
@@ -129,7 +129,7 @@ def can_move_padding(model: Decoder) -> bool:
 
 
 def most_tokens(model: Decoder) -> int:
-    """Return how many tokens a captured forward of prompts may have; 0 if prompts must not be padded on the right."""
+    """Return the maximum number of tokens in a captured forward of prompts; 0 if right padding is not allowed."""
     if not can_move_padding(model):
         return 0
     # A token passes through only a fraction of the experts.

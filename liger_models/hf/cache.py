@@ -201,7 +201,7 @@ class LigerCache(Cache):
 
 
 def _describe(cache: Any) -> str:
-    """Return the type of a cache, and the types of its layers that hold more than keys and values."""
+    """Return the type of a cache, and the types of those cache layers that hold more than keys and values."""
     layers = {type(layer) for layer in getattr(cache, "layers", None) or ()} - {*KEYS_AND_VALUES}
     names = ", ".join(sorted(layer.__name__ for layer in layers))
     return type(cache).__name__ + (f" with {names}" if names else "")

@@ -511,7 +511,7 @@ def as_dtype_of(stored: Mapping[str, StoredTensor], dtype: torch.dtype | str | N
 
 
 def body_tensors(decoder: CausalLM, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the decoder's tensors, except the head's, by their checkpoint names. They are gathered from all ranks.
+    """Return the decoder's tensors, except the head's, by their checkpoint names, gathered from all ranks.
 
     Args:
         decoder: the model.

@@ -469,7 +469,9 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
 
 
 class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
-    """The loss of `LigerFusedLinearGRPOLoss`, computed from all logits. It can also return the loss of each token.
+    """The loss of `LigerFusedLinearGRPOLoss`, computed from all logits.
+
+    `LigerGRPOLoss` can also return the loss of each token.
 
     Args:
         softcap, logit_scale: set these only if the model has not already applied them to the logits.

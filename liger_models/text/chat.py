@@ -608,7 +608,7 @@ class _Conversation:
         return re.finditer(rf"{self._special.pattern}|\s", text)
 
     def _common(self, one: str, other: str) -> int:
-        """Return the length of the common beginning of two texts, up to a boundary or the end of one text."""
+        """Return how many characters two texts share at the beginning, up to a boundary or the end of one text."""
         common = shared_prefix(one, other)
         if common == min(len(one), len(other)):
             return common

@@ -240,8 +240,8 @@ class GRPOObjective(Objective):
     def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
         """See `Objective.loss`.
 
-        The first step on a batch stores in ``batch`` the log-probabilities of the sampling policy and of the reference
-        model.
+        In the first step on a batch, this method adds the log-probabilities of the sampling policy and of the reference
+        model to ``batch``.
         """
         inputs = {name: tensor for name, tensor in batch.items() if name in INPUTS}
         replayed = {"routed_experts": batch["routed_experts"]} if self.replays else {}

@@ -1,7 +1,7 @@
 """Train or fine-tune a model on packed data with FSDP2: ``torchrun -m liger_models.train config.yaml``.
 
 This file contains the whole loop, from the process group to the export, and is meant to be copied and changed. The
-options of the loop are in ``train_options.py``. The loop trains either all weights or adapters (LoRA). It runs on
+options of the loop are in ``train_options.py``. The loop trains either all weights or adapters (LoRA). The loop runs on
 any number of GPUs, on CPUs with gloo, and in a single process without torchrun. A run that is started again resumes
 from its last checkpoint.
 """
@@ -747,7 +747,7 @@ def parameter_groups(model: torch.nn.Module, options: TrainOptions) -> list[dict
 
 
 def check_groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError unless each trained parameter is in one optimizer group, and no frozen parameter is in any."""
+    """Raise ValueError unless each trained parameter is in one optimizer group and each frozen parameter is in none."""
     counts = Counter(parameter for group in optimizer.param_groups for parameter in group["params"])
     wrong = [name for name, parameter in model.named_parameters() if counts[parameter] != parameter.requires_grad]
     if wrong:

@@ -1,6 +1,6 @@
 """AdamW's moments as stored in an optimizer state: tensors with the shape of the parameter, or 8-bit codes with scales.
 
-In the state, codes and scales have their own names, so that no other optimizer mistakes codes for moments.
+The state names codes and scales differently from moments, so that no other optimizer mistakes codes for moments.
 """
 
 from collections.abc import Mapping

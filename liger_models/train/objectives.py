@@ -197,7 +197,7 @@ class PretrainObjective(Objective):
 
 
 class Compared(Objective):
-    """The base class of objectives with a loss that compares whole answers of a batch; see `liger_models.losses`."""
+    """The base class of objectives whose loss compares whole answers within a batch; see `liger_models.losses`."""
 
     formats = ("preference",)
     shares_rows, compares, is_gentle = False, True, True

@@ -155,9 +155,9 @@ class StepPlan:
     ) -> MemoryPlan:
         """Plan the fastest step within a budget in bytes. All ranks get the same plan.
 
-        The plan may put the optimizer step into the backward only if nothing needs all gradients at once: neither
-        clipping (``max_norm`` is inf), nor accumulation, nor a loss scale. With Muon, the momentum stays on the device
-        and the optimizer step runs after the backward, because Muon needs all gradients.
+        Clipping, accumulation and a loss scale need all gradients at once. The plan may put the optimizer step into the
+        backward only if the run uses none of these three (``max_norm`` is inf if there is no clipping). With Muon, the
+        momentum stays on the device and the optimizer step runs after the backward, because Muon needs all gradients.
         """
         options, model = self._options, self._model
         is_adamw, is_clipped = options.optimizer == "adamw", options.max_norm != math.inf
