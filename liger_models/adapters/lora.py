@@ -118,7 +118,7 @@ def remove_adapters(model: CausalLM) -> None:
 
 
 def language_targets(model: CausalLM, targets: Sequence[str] | str = "all-linear") -> list[str]:
-    """Resolve ``targets`` to layers that are neither in the vision tower nor in its projection to image tokens.
+    """Resolve ``targets``, leaving out the layers of the vision tower and of its projection to image tokens.
 
     Args:
         model: a vision-language model without adapters.

@@ -315,8 +315,8 @@ class LoRALinear(nn.Linear, Layer):
     def is_low_rank(self) -> bool:
         """Whether the layer is just ``W x + b + s · B A x``, which fused ops can compute.
 
-        This is False with DoRA, in training with dropout, and if the weight is sharded by anything other than
-        `apply_tp`.
+        The value is False with DoRA, in training with dropout, and if anything other than `apply_tp` has sharded the
+        weight.
         """
         if self.lora.config.use_dora or (self.training and self.dropout.p > 0):
             return False

@@ -50,7 +50,7 @@ class Pattern:
         return len(text) in self._ends(self._tree, text, {0}, self._tree.state.flags)
 
     def _ends(self, parts: Any, text: str, positions: set[int], flags: int) -> set[int]:
-        """Return the positions at which a sequence of parts may end if it begins at one of ``positions``."""
+        """A sequence of parts begins at one of ``positions``. Return all positions where this sequence may end."""
         for index, (operator, argument) in enumerate(parts):
             self._work += len(positions)
             if self._work > WORK:

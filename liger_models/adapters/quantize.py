@@ -1,4 +1,4 @@
-"""Quantization of the frozen weights of linear layers, with adapters (QLoRA) or without, and of routed experts."""
+"""Quantization of frozen weights: those of routed experts, and of linear layers with adapters (QLoRA) or without."""
 
 from typing import Any, TypeVar
 

@@ -119,7 +119,7 @@ class ImageTokenModel(VisionLanguageModel):
         return False
 
     def ids_to_embed(self, input_ids: Tensor, places: Tensor) -> Tensor:
-        """Return the ids [B, T] to embed, with 0 at the placeholders if the embedding has no row for them."""
+        """Return the ids [B, T] to embed. Placeholders for which the embedding has no row are replaced with 0."""
         return input_ids.masked_fill(places, 0) if self.placeholder_id >= self.config.vocab_size else input_ids
 
     @abstractmethod

@@ -50,7 +50,7 @@ class VisionLanguageModel(CausalLM):
         set_policy(self.visual, vision_policy)
 
     def repeat_prompts(self, input_ids: Tensor, inputs: dict[str, Any], times: int) -> dict[str, Any]:
-        """Return the inputs of a batch in which each of B prompts is repeated ``times`` times, as in beam search.
+        """Repeat each of B prompts ``times`` times, as beam search does, and return the inputs of the resulting batch.
 
         Args:
             input_ids: [B, T] int64, the prompts before they are repeated.

@@ -199,7 +199,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def _signed(number: int) -> int:
-    """Return the int64 value whose bits are the lowest 64 bits of a number."""
+    """Return the lowest 64 bits of a number, read as an int64 value."""
     return (number + 2**63) % 2**64 - 2**63
 
 

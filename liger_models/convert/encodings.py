@@ -98,7 +98,7 @@ class Encoding(ABC):
 
     @abstractmethod
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert the complete tensors of the `FrozenWeight` to a dict of the tensors in the file, by name."""
+        """Convert the unsharded tensors of the `FrozenWeight` to the tensors in the file, as a dict by name."""
 
     def written(self) -> dict[str, Tensor]:
         """Return the tensors that `write` would return, on the meta device."""

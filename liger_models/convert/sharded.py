@@ -99,7 +99,7 @@ def gather_to(rank: int, tensor: "DTensor") -> Tensor | None:
 
 @functools.lru_cache(maxsize=256)  # equal layers have equal results
 def _parts_to(rank: int, shape: torch.Size, mesh: Any, placements: Any) -> dict[int, Part] | None:
-    """Return the part of a DTensor that each sender sends to ``rank``, as a dict from sender to part.
+    """Return the parts of a DTensor that are sent to ``rank``, as a dict from the sending rank to its part.
 
     If several ranks hold equal parts, only one of them is a sender. The result is None if a dimension is sharded twice
     and unevenly, because PyTorch computes wrong offsets for such shards.

@@ -40,9 +40,9 @@ def hf_tensors(
 
     If the model is sharded, all ranks must call this function and read the iterator to the end, because each parameter
     is gathered when its first tensor is read. At any time, memory holds only the model, one gathered parameter (at most
-    the experts of a layer) and the last yielded tensor. Read all tensors before the next optimizer step. A tensor with
-    the layout and dtype of a parameter shares memory with the parameter, so do not write to it, and copy it if you keep
-    it.
+    the experts of a layer) and the last yielded tensor. Read all tensors before the next optimizer step. A yielded
+    tensor shares memory with a parameter if both have the same layout and dtype. Therefore, do not write to the yielded
+    tensors, and copy those that you keep.
 
     Args:
         model: the model, which may be sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
@@ -242,7 +242,7 @@ class CheckpointTensors(NamedTuple):
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
 
     def narrowed(self, model: Decoder) -> "CheckpointTensors":
-        """Return a copy of this object that stores parameters of `Layer.wide` in the dtype that the checkpoint had.
+        """Return a copy of this object that stores parameters in `Layer.wide` in their dtypes in the checkpoint.
 
         A parameter is stored in its checkpoint dtype only under two conditions: all parameters outside of `Layer.wide`
         have this dtype, and this dtype represents all values of the parameter exactly. If the model was not trained,
@@ -516,7 +516,7 @@ class _Names:
         return fitting[0][0]
 
     def parameter_of(self, name: str) -> tuple[str, int]:
-        """Return our name for the parameter to which a tensor belongs, and the number of tensors in this parameter."""
+        """Return our name for a checkpoint tensor's parameter, and the number of tensors that form this parameter."""
         _, _, owners, counts = self.layouts[0]
         return owners[name], counts[owners[name]]
 

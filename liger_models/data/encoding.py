@@ -767,7 +767,7 @@ def read_variables(example: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_characters(where: str, text: str) -> None:
-    """Raise ValueError for a text with half of a surrogate pair, which a broken escape in JSON produces."""
+    """Raise ValueError for a text with half of a surrogate pair. A broken escape in JSON produces such a text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -214,7 +214,7 @@ def _video_size(file: Any, settings: Mapping[str, Any], sampled: Sampled) -> Med
 class MediaReader:
     """Finds the images and videos of examples, and inserts the tokens that represent media into texts.
 
-    In the descriptions of the methods, "image" also means a video.
+    In the docstrings of the methods, "image" stands for an image or a video.
 
     Args:
         processor: the processor of the model. None for a text model, whose examples have no images.

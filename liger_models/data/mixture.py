@@ -1,4 +1,7 @@
-"""Mixtures of data sets with given shares: which rows each data set provides in an epoch, and in which order."""
+"""Mixtures of data sets with given shares.
+
+A mixture determines which rows come from each data set in an epoch, and the order of all rows.
+"""
 
 from collections.abc import Sequence
 from typing import Any

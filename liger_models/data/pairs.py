@@ -110,15 +110,15 @@ def read_pair(where: str, record: Mapping[str, Any], format: str) -> Pair:
 
 
 def key_of(content: bytes) -> int:
-    """Return a 64-bit checksum that is used to recognize equal texts."""
+    """Return a 64-bit checksum of a text, by which equal texts are recognized."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
 
 
 class PairEncoder(Encoder):
     """Encodes each record as a document that describes the record, followed by one document per text.
 
-    The first document contains four things: the number of texts, whether the texts have scores, the 64-bit checksum of
-    the query as two integers, and the bits of the scores.
+    The document that describes the record contains four things: the number of texts, whether the texts have scores, the
+    64-bit checksum of the query as two integers, and the bits of the scores.
     """
 
     texts: TextMaker

@@ -65,7 +65,7 @@ IDLE = {
 
 
 class Range(NamedTuple):
-    """The values that an option may have, and advice for the error message about any other value.
+    """The values that an option may have, and the advice that an error message gives for any other value.
 
     Attributes:
         allows: function that returns whether a value is in the range.

@@ -11,9 +11,9 @@ A prefill waits until there are enough new prompts, because the host takes as lo
 prefill. When the queue is empty, rows that end are no longer replaced. The scheduler then captures a step with fewer
 rows if the remaining steps save more time than the capture costs.
 
-Rows with the highest limit on new tokens start first, so that few rows run alone at the end. Rows with equal limits
-start in the order of their prompts. When pages run out, the rows that started last return to the front of the queue.
-The order of the rows is thus preserved, the first row can always continue, and every row eventually ends.
+Rows with the highest limit on new tokens start first. Otherwise, a few long rows would run alone at the end. Rows with
+equal limits start in the order of their prompts. When pages run out, the rows that started last return to the front of
+the queue. The order of the rows is thus preserved, the first row can always continue, and every row eventually ends.
 """
 
 import math
@@ -263,7 +263,7 @@ class Scheduler:
         return out
 
     def _recorded(self, row: Row, end: int) -> Tensor:
-        """Return the recorded experts of a row's tokens from ``cached`` to ``end``; −1 for a token without any."""
+        """Return the recorded experts of a row's tokens from ``cached`` to ``end``; −1 where no expert was recorded."""
         missing = self.no_experts.expand(max(end - row.num_recorded, 0), -1, -1)
         return torch.cat([*row.experts, missing])[row.cached : end]
 

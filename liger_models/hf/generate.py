@@ -151,7 +151,7 @@ class EngineGenerationMixin(GenerationMixin):
 
 
 def _use_cache(inputs: dict[str, Any]) -> None:
-    """Mark the cache in the arguments of a decoding loop as used, so that a later call continues from it."""
+    """Mark the cache among a decoding loop's arguments as used, so that a later call continues from this cache."""
     cache = inputs.get("past_key_values")
     if isinstance(cache, LigerCache):
         cache.is_unused = False
@@ -514,7 +514,7 @@ The classes are in the order in which the engine applies the options.
 
 
 def options_of(chain: Any, prompts: Tensor, mask: Tensor | None, stops: list[int], vocab: int) -> dict[str, Any] | None:
-    """Return the engine's options that have the same effect as a list of logits processors; None if that is impossible.
+    """Return options of the engine with the same effect as a list of logits processors; None if there are none.
 
     Args:
         chain: the ``LogitsProcessorList``.

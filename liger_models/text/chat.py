@@ -429,7 +429,7 @@ class _Conversation:
         return self._prefixes[end]
 
     def _own_count(self, owner: int, number: int) -> int:
-        """Return how often a mark occurs in the text that ends with the message to which the mark belongs.
+        """Return how often a mark occurs in the rendered text up to the end of the message that owns the mark.
 
         Repetitions after this message are not counted. For example, a template may write the name of a call twice in
         the call itself (counted), and again next to the call's result (not counted).
@@ -662,7 +662,7 @@ class _Conversation:
         return self.style.eos_token or ""
 
     def _marked_answers(self, wanted: Mapping[int, list[Span]]) -> list[Span]:
-        """Return the spans that the template marks as answers, for the messages that are to be learned."""
+        """For the messages that are to be learned, return the spans that the template marks as answers."""
         marked = render(self.style.template, self.messages, self.style.variables, mark_answers=True)
         spans = _read_generation(self.text, marked)
         answers = [index for index, message in enumerate(self.messages) if message.get("role") == "assistant"]

@@ -1,4 +1,4 @@
-"""AdamW's moments as stored in an optimizer state: tensors with the shape of the parameter, or 8-bit codes with scales.
+"""AdamW's moments in an optimizer state: each is a tensor with the parameter's shape, or 8-bit codes with scales.
 
 The state names codes and scales differently from moments, so that no other optimizer mistakes codes for moments.
 """

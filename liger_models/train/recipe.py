@@ -1,4 +1,4 @@
-"""Selection of training options with which a model fits into one GPU, based on the estimated memory of a step."""
+"""Selection of training options with which a model fits into one GPU. The memory of a step is estimated."""
 
 import math
 from collections.abc import Sequence

@@ -183,7 +183,7 @@ def _files_in(folder: Path) -> list[str]:
 
 
 def _gather(folder: Path, files: Sequence[str]) -> str:
-    """Return one path for all files: the path of a single file, or of a folder with links to several files."""
+    """Return the path of the only file or, if there are several files, of a folder with links to all of them."""
     if len(files) == 1:
         return str(folder / files[0])
     digest = hashlib.sha256(json.dumps([str(folder), *files]).encode()).hexdigest()[:16]

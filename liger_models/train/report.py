@@ -269,7 +269,7 @@ def estimate(
 
 
 def warn_of_few_steps(options: TrainOptions, steps: int, share: float, ranks: int) -> str | None:
-    """Return a warning if the run has few steps, or if a step uses a large share of the data; None otherwise.
+    """Return a warning if the run has few steps or a step uses a large share of the data; otherwise None.
 
     Args:
         options: the options of the run.

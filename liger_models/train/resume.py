@@ -41,7 +41,7 @@ def read_options(output: Path) -> dict[str, Any]:
 
 
 def changed_options(options: TrainOptions, start: int) -> list[str]:
-    """List the options that differ from the last start's options, and write the options of this start to a file.
+    """List the options that have changed since the last start of the run, and write the current options to a file.
 
     Args:
         options: the options of this start.

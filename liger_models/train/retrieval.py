@@ -381,7 +381,7 @@ def _mean_ndcg(scores: Tensor, relevance: Tensor, groups: Tensor) -> Metrics:
 def _spearman(first: Tensor, second: Tensor) -> Tensor:
     """Compute Spearman's rank correlation of two tensors [n].
 
-    Each of several equal values gets the mean of the ranks that these values occupy.
+    If several values are equal, each gets the mean of the ranks that these values occupy together.
     """
 
     def ranks(x: Tensor) -> Tensor:
