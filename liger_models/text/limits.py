@@ -2,8 +2,7 @@
 
 jinja2's sandbox protects Python's objects from a template, but a template can still loop forever or produce gigabytes
 of text. `LimitedEnvironment` counts every step of a template before the step runs, and every character before it is
-produced. Counting works in every thread and needs no separate process. Each kind of code is counted in a different
-place:
+produced. Counting works in every thread and needs no separate process. Each kind of code has its own place of counting:
 
     loops, macros                            in a statement that is inserted at the beginning of their bodies
     texts joined by ~, slices, comparisons   in a filter that is inserted around them in the syntax tree
