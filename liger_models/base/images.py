@@ -396,7 +396,7 @@ class Normalize:
 
     def stack(self, images: Sequence[Tensor]) -> Tensor:
         """Normalize images [3, height, width] uint8 of one size, and return [images, 3, height, width] fp32."""
-        out = torch.empty(len(images), *images[0].shape)
+        out = torch.empty(len(images), *images[0].shape, dtype=torch.float32)
         for image, target in zip(images, out, strict=True):
             self.write(image.transpose(0, 1), target.transpose(0, 1))
         return out

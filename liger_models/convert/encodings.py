@@ -215,7 +215,7 @@ class Mxfp4(Encoding):
     def encode(self, files: Files, values: Tensor) -> dict[str, Tensor] | None:
         # Encode one expert at a time to save memory.
         scales, codes = self._whole(files, "scales"), []
-        magnitudes, constants = torch.tensor(NUMBERS["e2m1"][:8]), FORMATS[self.format]
+        magnitudes, constants = torch.tensor(NUMBERS["e2m1"][:8], dtype=torch.float32), FORMATS[self.format]
         for value, scale in zip(values.cpu(), scales, strict=True):
             power = torch.ldexp(torch.ones_like(scale, dtype=torch.float32), 127 - scale.int())
             scaled = value.float().unflatten(-1, (-1, 32)) * power.unsqueeze(-1)
@@ -326,7 +326,7 @@ class BitsAndBytes(Encoding):
             return rows.view(-1, width)
         blocks = torch.arange(first * width, last * width) // self.state["nested_blocksize"]
         table, nested = self._whole(files, "nested_table"), self._whole(files, "nested")
-        scales = table[rows.int()] * nested[blocks] + torch.tensor(float(self.state["nested_offset"]))
+        scales = table[rows.int()] * nested[blocks] + float(self.state["nested_offset"])
         return scales.view(-1, width)
 
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -337,7 +337,7 @@ class BitsAndBytes(Encoding):
         return {
             self.parts["codes"].name: ((codes << 4) | (codes >> 4)).reshape(-1, 1),
             self.parts["scales"].name: scales.flatten(),
-            self.parts["table"].name: torch.tensor(NUMBERS["nf4"], device=codes.device),
+            self.parts["table"].name: torch.tensor(NUMBERS["nf4"], dtype=torch.float32, device=codes.device),
             self.parts["state"].name: text,
         }
 
@@ -564,7 +564,7 @@ def _join_bitsandbytes(stored: Stored, name: str, read: Read) -> None:
     rows, columns = state["shape"]
     check_width(name, columns, state["blocksize"])
     table = read(stored[names["table"]]).float()
-    if not torch.allclose(table, torch.tensor(NUMBERS["nf4"]), rtol=0, atol=1e-7):
+    if not torch.allclose(table, torch.tensor(NUMBERS["nf4"], dtype=torch.float32), rtol=0, atol=1e-7):
         raise ValueError(f"{stored[name].file}: {names['table']} must hold the numbers of NF4, got {table.tolist()}.")
 
     def make(parts: dict[str, StoredTensor]) -> Encoding:

@@ -436,8 +436,8 @@ def _extra_tensors(config: Any) -> dict[str, Tensor]:
         return {"rope_freqs.weight": plain / scaled}
     if isinstance(scaling, LongRopeScaling):
         return {
-            "rope_factors_long.weight": torch.tensor(scaling.long_factor),
-            "rope_factors_short.weight": torch.tensor(scaling.short_factor),
+            "rope_factors_long.weight": torch.tensor(scaling.long_factor, dtype=torch.float32),
+            "rope_factors_short.weight": torch.tensor(scaling.short_factor, dtype=torch.float32),
         }
     return {}
 

@@ -138,9 +138,9 @@ class DraftRound:
         # seeds for the drafts.
         self._proposed: Tensor | None = None
         if sampler.settings.do_sample and not seeded:
-            self._proposed = torch.full((rows, num_drafts, vocab_size), -torch.inf, device=device)
+            self._proposed = torch.full((rows, num_drafts, vocab_size), -torch.inf, dtype=torch.float32, device=device)
             self._proposed[..., 0] = 0
-            self._draft_log_probs = torch.zeros(rows, num_drafts, device=device)
+            self._draft_log_probs = torch.zeros(rows, num_drafts, dtype=torch.float32, device=device)
             self._random = torch.zeros(2 * num_drafts + 1, rows, dtype=torch.int64, device=device)
             self._no_steps = torch.zeros(rows, dtype=torch.int64, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None

@@ -200,7 +200,7 @@ def drafted_steps(
         running = [length for length, completion in zip(lengths, completions, strict=True) if completion is None]
         for column in range(num_yielded, min(running, default=max(lengths))):
             new, ended, log_probs = _column(rows, completions, column, padding)
-            values = torch.tensor(log_probs, device=model.device) if logprobs else None
+            values = torch.tensor(log_probs, dtype=torch.float32, device=model.device) if logprobs else None
             yield Step(torch.tensor(new, device=model.device), torch.tensor(ended, device=model.device), values)
             num_yielded = column + 1
 

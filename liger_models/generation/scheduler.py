@@ -143,7 +143,7 @@ class Scheduler:
         # The steps between two reads write to these tensors [steps, slots, width]. The tensor of experts is
         # [steps, slots, width, L, K]. The width is the largest number of tokens that a step adds to a row.
         self.new_tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.new_log_probs = torch.zeros(shape, device=device)
+        self.new_log_probs = torch.zeros(shape, dtype=torch.float32, device=device)
         self.new_experts = torch.zeros(*shape, *self.no_experts.shape[1:], dtype=torch.int16, device=device)
         self.new_counts = torch.ones(shape[:2], dtype=torch.int64, device=device)
         self.free_slots = list(range(len(self.running), self.pool.rows))

@@ -199,7 +199,7 @@ class FrozenParameters(nn.Module):
         parameters: dict[str, Any] = {"codes": codes, **self._parameters}
         for start in range(first, first + max(count, 1), step):
             if count == 0:
-                numbers = torch.zeros(1, *self.shape[1:], device=local(codes).device)
+                numbers = torch.zeros(1, *self.shape[1:], dtype=self._quantized_dtype, device=local(codes).device)
             else:
                 numbers = read(start, start + step)
             weight = FrozenWeight.quantize(numbers.to(self._quantized_dtype), self.format.name)

@@ -92,7 +92,7 @@ class StateDecay(Layer):
         least, most, floor = self.initial_steps
         nn.init.ones_(self.D)
         with torch.no_grad():
-            self.A_log.copy_(torch.arange(1, len(self.A_log) + 1, device=self.A_log.device).log())
+            self.A_log.copy_(torch.arange(1, len(self.A_log) + 1, dtype=torch.float32, device=self.A_log.device).log())
             nn.init.uniform_(self.dt_bias, math.log(least), math.log(most))
             steps = self.dt_bias.exp().clamp_min(floor)
             self.dt_bias.copy_(steps + (-torch.expm1(-steps)).log())  # the inverse of softplus

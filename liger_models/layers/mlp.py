@@ -217,8 +217,8 @@ class LigerXIELU(Layer):
     def draw(self, std: float) -> bool:
         """Set the coefficients and constants to the values of a new layer."""
         with torch.no_grad():
-            self.alphas.copy_(torch.tensor([0.8, 0.3], device="cpu").expm1().log())
-            self.constants.copy_(torch.tensor([0.5, -1e-6], device="cpu"))
+            self.alphas.copy_(torch.tensor([0.8, 0.3], dtype=torch.float32, device="cpu").expm1().log())
+            self.constants.copy_(torch.tensor([0.5, -1e-6], dtype=torch.float32, device="cpu"))
         return True
 
     def sum_gradients(self, group: Group) -> bool:

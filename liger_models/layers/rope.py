@@ -291,7 +291,7 @@ class RotaryEmbedding(Layer):
             return torch.where(lengths > self.switch_length, self.long_inv_freq.to(position_ids.device), inv_freq)
         assert isinstance(self.scaling, DynamicScaling)
         factor, limit = self.scaling.factor, self.max_position_embeddings
-        growth = factor * lengths.clamp_min(limit) / limit - (factor - 1)
+        growth = factor * lengths.clamp_min(limit).float() / limit - (factor - 1)
         growth = growth ** (self.width / (self.width - 2))
         return torch.where(lengths > limit, _base_frequencies(self.width, self.theta * growth), inv_freq)
 
@@ -310,7 +310,8 @@ class RotaryEmbedding(Layer):
         factor: float | Tensor = self.attention_factor
         if self.long_attention_factor is not None and self.switch_length is not None and position_ids.numel():
             is_long = self._lengths(position_ids, lengths) > self.switch_length
-            factor = torch.where(is_long, self.long_attention_factor, self.attention_factor)
+            long_factor = angles.new_full((), self.long_attention_factor)
+            factor = torch.where(is_long, long_factor, self.attention_factor)
         return angles.cos() * factor, angles.sin() * factor
 
     def forward(self, position_ids: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:

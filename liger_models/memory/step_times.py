@@ -123,7 +123,7 @@ def _operations(module: nn.Module, tokens: int, length: int) -> tuple[float, flo
     if isinstance(module, Layer):
         active, per_token, spec = module.active_share, float(module.token_flops), module.attention
         if spec is not None:  # times the mean number of keys that a token attends to
-            per_token += spec.pair_flops * spec.pairs(torch.tensor(float(length))).item() / length
+            per_token += spec.pair_flops * spec.pairs(torch.tensor(float(length), dtype=torch.float64)).item() / length
 
     # There is one product in the forward, and one or two in the backward: a frozen weight needs no gradient.
     once = [2.0 * active * size * tokens for size in matrices.values()]

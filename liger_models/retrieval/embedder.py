@@ -97,7 +97,8 @@ class LigerEmbedder:
         listed: Sequence[str] = [texts] if isinstance(texts, str) else texts
         limit = settings.max_length or getattr(self.model.config, "max_position_embeddings", None)
         encoded = encode_texts(self.model.tokenizer, [prompt + text for text in listed], limit)
-        vectors = torch.empty(len(encoded), dimensions or self.model.config.hidden_size, device=self.model.device)
+        width, device = dimensions or self.model.config.hidden_size, self.model.device
+        vectors = torch.empty(len(encoded), width, dtype=torch.float32, device=device)
         with evaluating([*self.model.modules()]):
             for members in split_by_tokens(encoded, batch_tokens):
                 batch = pack_texts([encoded[member] for member in members], self.model.tokenizer.padding_id)

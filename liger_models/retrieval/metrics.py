@@ -48,7 +48,7 @@ def ndcg(scores: Tensor, relevance: Tensor, k: int | None = None) -> Tensor:
         k: number of documents to count; None for all.
     """
     gains = torch.exp2(relevance.float()) - 1
-    discounts = 1 / torch.arange(2, len(gains) + 2, device=gains.device).log2()
+    discounts = 1 / torch.arange(2, len(gains) + 2, dtype=torch.float32, device=gains.device).log2()
     _, ties, counts = scores.unique(return_inverse=True, return_counts=True)
     shared = gains.new_zeros(len(counts)).index_add(0, ties, gains) / counts
     ranked, ideal = shared[ties[scores.argsort(descending=True)]], gains.sort(descending=True).values

@@ -67,7 +67,7 @@ class LigerReranker:
         tokenizer = self.model.tokenizer
         limit = self.settings.max_length or getattr(self.model.config, "max_position_embeddings", None)
         encoded = encode_prompts(tokenizer, self.settings, pairs, limit)
-        scores = torch.empty(len(encoded), device=self.model.device)
+        scores = torch.empty(len(encoded), dtype=torch.float32, device=self.model.device)
         with evaluating([*self.model.modules()]):
             for members in split_by_tokens(encoded, batch_tokens):
                 batch = pack_texts([encoded[member] for member in members], tokenizer.padding_id)

@@ -42,7 +42,7 @@ def zero_moments(param: Tensor, dtype: torch.dtype, **memory: Any) -> dict[str, 
     if dtype != torch.int8:
         return {name: torch.zeros_like(param, dtype=dtype, **memory) for name in MOMENTS}
     # Codes have the shape of the parameter [..., C], and scales [..., C / 128].
-    scale = _as_of(param, torch.empty(scale_shape(local(param).shape), device=param.device))
+    scale = _as_of(param, torch.empty(scale_shape(local(param).shape), dtype=torch.float32, device=param.device))
     moments = {f"{name}_codes": torch.zeros_like(param, dtype=codes, **memory) for name, codes in MOMENTS.items()}
     return moments | {f"{name}_scale": torch.zeros_like(scale, **memory) for name in MOMENTS}
 

@@ -137,7 +137,7 @@ class LigerMuon(LigerAdamW):
             return super()._loaded(param, saved)
         momentum = torch.empty_like(param, dtype=self.state_dtype or param.dtype)
         momentum.copy_(saved["momentum_buffer"])
-        return {"step": torch.tensor(float(saved["step"])), "momentum_buffer": momentum}
+        return {"step": torch.tensor(float(saved["step"]), dtype=torch.float32), "momentum_buffer": momentum}
 
     @torch.no_grad()
     def _apply(self, parameters: Iterable[tuple[int, Tensor, int]]) -> None:
@@ -156,7 +156,7 @@ class LigerMuon(LigerAdamW):
         for number in active:
             state = self.state[matrices[number]]
             if not state:
-                state["step"] = torch.tensor(0.0)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
                 momentum = torch.zeros_like(matrices[number], dtype=self.state_dtype)
                 state["momentum_buffer"] = momentum
             steps.append(state["step"])

@@ -163,7 +163,7 @@ class Objective:
             The loss of this rank [] and the metrics.
         """
         num_items = self.num_items(batches)
-        total, metrics = torch.zeros((), device=model.device), Metrics()
+        total, metrics = torch.zeros((), dtype=torch.float32, device=model.device), Metrics()
         for batch in batches:
             loss, batch_metrics = self.loss(model, batch, num_items)
             backward(loss)

@@ -228,7 +228,7 @@ class QwenVLImages:
             # Evenly spaced from the first frame to the last one.
             step = (frames - 1) / (count - 1)
             return [round(index * step) for index in range(count)]
-        numbers: list[int] = torch.arange(0, frames, frames / count).int().tolist()
+        numbers: list[int] = torch.arange(0, frames, frames / count, dtype=torch.float32).int().tolist()
         return numbers
 
     def check_rate(self, wanted: float | None) -> None:
@@ -258,7 +258,7 @@ class QwenVLImages:
     def _patches(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """Cut frames [T, 3, height, width] uint8 into normalized patches. The patches of one token are adjacent."""
         T, (rows, columns) = len(pixels), (length // self.patch for length in pixels.shape[2:])
-        out = torch.empty(-(-T // self.frames), rows * columns, 3, self.frames, self.patch**2)
+        out = torch.empty(-(-T // self.frames), rows * columns, 3, self.frames, self.patch**2, dtype=torch.float32)
         for number, frame in enumerate(pixels):
             cut = cut_patches(frame, self.patch, self.patch, self.merge)  # [rows · columns, 3, side · side]
             slots = slots_of_frame(number, T, self.frames)

@@ -85,7 +85,7 @@ class Gemma4Images(ImageConverter):
         row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
         # Pad at the end, so that all images have the same number of patches.
         most = self.max_soft_tokens * self.pool**2
-        patches, positions = torch.zeros(most, cut.shape[1]), torch.full((most, 2), -1)
+        patches, positions = torch.zeros(most, cut.shape[1], dtype=torch.float32), torch.full((most, 2), -1)
         self.normalize.write(cut, patches[: len(cut)])
         positions[: len(cut)] = torch.stack([column, row], -1).flatten(0, 1)
         return patches, positions

@@ -84,7 +84,7 @@ class Idefics3Tower(SiglipTower):
         as this grid has rows, and a patch gets the learned position of its two buckets.
         """
         table = local(self.pos_embed.weight)
-        boundaries = torch.arange(1 / self.side, 1.0, 1 / self.side, device=table.device)
+        boundaries = torch.arange(1 / self.side, 1.0, 1 / self.side, dtype=torch.float32, device=table.device)
         places = (torch.arange(rows, device=table.device, dtype=torch.float32) * (1.0 / rows)).clamp(max=1.0 - 1e-6)
         buckets = torch.bucketize(places, boundaries, right=True)
         return nn.functional.embedding((buckets[:, None] * self.side + buckets).flatten(), table)

@@ -170,7 +170,7 @@ class Lfm2VlImages(ImageConverter):
 
         # All tiles are padded to the same number of patches.
         shapes = [(tile.shape[1] // self.patch, tile.shape[2] // (3 * self.patch)) for tile in tiles]
-        out = torch.zeros(len(tiles), self.most_patches, 3 * self.patch**2)
+        out = torch.zeros(len(tiles), self.most_patches, 3 * self.patch**2, dtype=torch.float32)
         for tile, target, shape in zip(tiles, out, shapes, strict=True):
             patches = cut_patches(tile, self.patch, 3 * self.patch)[:, 0]
             self.normalize.write(patches, target[: math.prod(shape)])

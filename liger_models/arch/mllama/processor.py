@@ -173,7 +173,7 @@ class MllamaProcessor(Processor):
             return out
         # Rows with fewer than M images are padded with zeros, and the ratio of missing images is 0.
         tiles, side = self.images.max_tiles, self.images.side
-        pixels = torch.zeros(len(texts), max(counts), tiles, 3, side, side)
+        pixels = torch.zeros(len(texts), max(counts), tiles, 3, side, side, dtype=torch.float32)
         kinds = torch.zeros(len(texts), max(counts), dtype=torch.int64)
         cells = [(row, cell) for row, count in enumerate(counts) for cell in range(count)]
         for image_tiles, cell in zip(each_once(self.images, images), cells, strict=True):
@@ -196,7 +196,7 @@ class MllamaProcessor(Processor):
     ) -> dict[str, Tensor]:
         """See `Processor.pixels`. The results are [1, M, ...] for M images; M may be 0."""
         pairs = [self.images(image) for image in images]
-        empty = torch.zeros(0, self.images.max_tiles, 3, self.images.side, self.images.side)
+        empty = torch.zeros(0, self.images.max_tiles, 3, self.images.side, self.images.side, dtype=torch.float32)
         return {
             "pixel_values": join([tiles[None] for tiles, _ in pairs] or [empty])[None],
             "aspect_ratio_ids": torch.tensor([[ratio for _, ratio in pairs]], dtype=torch.int64),

@@ -238,7 +238,7 @@ def groups_dense_reference(
     whole = None if whole is None else whole.reshape(len(rows), 1)
     rounded = torch.float16 if constants.HALF else torch.bfloat16
     # Build the two numbers of each byte, [256, 2].
-    table = torch.tensor(NUMBERS[constants.CODES], device=codes.device)
+    table = torch.tensor(NUMBERS[constants.CODES], dtype=torch.float32, device=codes.device)
     pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], 1)
     step = max(2**22 // max(out.shape[-1], 1), 1)  # some rows at a time, to save memory
     for first in range(0, len(rows), step):

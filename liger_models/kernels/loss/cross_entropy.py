@@ -664,4 +664,4 @@ def token_accuracy(predicted: Tensor, target: Tensor, ignore_index: int) -> Tens
     If all targets are ignored, the result is 0.
     """
     valid = target != ignore_index
-    return (predicted == target).where(valid, False).sum() / valid.sum().clamp_min(1)
+    return (predicted == target).where(valid, False).sum().float() / valid.sum().clamp_min(1)
