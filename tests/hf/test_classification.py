@@ -226,13 +226,13 @@ def test_a_failed_save_leaves_the_old_files(root, monkeypatch, part):
         written.append(path)
         save_file(tensors, path, metadata)
 
-    monkeypatch.setattr(safetensors.torch, "save_file", fail)
-    monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", fail)
-    with pytest.raises(OSError, match=r"saved: .*No space left"):
-        model.save_pretrained("saved", max_shard_size="20KB")
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors.torch, "save_file", fail)
+        patch.setattr(transformers.modeling_utils, "safe_save_file", fail)
+        with pytest.raises(OSError, match=r"saved: .*No space left"):
+            model.save_pretrained("saved", max_shard_size="20KB")
     assert written
     assert {path.name: path.read_bytes() for path in Path("saved").iterdir()} == before
-    monkeypatch.undo()
     model.save_pretrained("saved", max_shard_size="20KB")
     assert not Path("saved", "model.safetensors").exists()
     assert Path("saved", "model.safetensors.index.json").exists()
