@@ -199,7 +199,7 @@ class CausalLM(Decoder):
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: object = None, *, every_n_layers: int = 1, offload: bool = False
     ) -> None:
-        """Call `set_checkpointing`, under the name and with the arguments that transformers' Trainer uses.
+        """Set checkpointing policies through the method that transformers' Trainer calls; see `set_checkpointing`.
 
         Args:
             activation_checkpointing_kwargs: ignored; accepted because Trainer passes it.

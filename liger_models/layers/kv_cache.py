@@ -55,8 +55,8 @@ class DecodeCache:
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k [B, T, G, D] and v [B, T, G, V] of a layer, and return all keys and values of the layer.
 
-        The results are [B, length + T, G, D] and [B, length + T, G, V]. For latent attention, V is 0: only one row per
-        token is cached, from which keys and values are computed.
+        The results are [B, length + T, G, D] and [B, length + T, G, V]. For latent attention, ``k`` holds one row
+        per token, from which keys and values are computed, and V is 0.
 
         This method does not change ``length``; `advance` changes it after all layers have run.
 

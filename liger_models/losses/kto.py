@@ -80,7 +80,7 @@ class LigerFusedLinearKTOLoss(PreferenceLoss):
         *,
         ref_log_probs: Tensor | None = None,
     ) -> tuple[Tensor, KTOMetrics]:
-        """Compute loss and metrics. The hidden states come before the weight, as in Liger-Kernel.
+        """Compute loss and metrics. As in Liger-Kernel, the first argument is the hidden states, not the weight.
 
         Args:
             _input: [B, T, C] hidden states.

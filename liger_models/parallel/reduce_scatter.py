@@ -18,7 +18,7 @@ class BackwardPasses:
     """Counts the backward passes of a model.
 
     The count is the same on all ranks, even if some rank's loss does not depend on all groups of parameters. All
-    ranks can therefore use the count to choose the same dtype for sending.
+    ranks therefore choose the same dtype for sending gradients, because `ReduceScatter` chooses it by the count.
     """
 
     def __init__(self) -> None:

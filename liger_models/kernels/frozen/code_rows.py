@@ -150,7 +150,7 @@ PRODUCT = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {0}, {{a0, a1, a2
 
 
 def _several_step(kind: str, tiles: int) -> str:
-    """Return PTX that multiplies the columns of one step in 16 rows of W by 8 · ``tiles`` rows of x.
+    """Return the PTX of one step, which adds products of 16 rows of W and 8 · ``tiles`` rows of x to the sums.
 
     In a warp, the lane with index 4 · ``group`` + ``quarter`` has 16 of every 64 bytes of the rows ``group`` and
     ``group + 8`` of W. The lane also has row ``group`` of x and, with two tiles, row ``group + 8`` of x. The lane holds

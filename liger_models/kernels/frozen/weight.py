@@ -143,7 +143,7 @@ class FrozenWeight(NamedTuple):
         return 0
 
     def to(self, dtype: torch.dtype) -> "FrozenWeight":
-        """Return a weight with the same tensors, which is dequantized to ``dtype``."""
+        """Return a weight that has the same tensors, and whose dense weight has the dtype ``dtype``."""
         return self._replace(dtype=dtype)
 
     def new_empty(self, *size: Any, dtype: torch.dtype | None = None) -> Tensor:

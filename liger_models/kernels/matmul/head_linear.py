@@ -60,7 +60,7 @@ def _head_linear_kernel(
 ):  # fmt: skip
     """Compute BLOCK_N results of a head for up to ROWS rows.
 
-    The last program of a head rotates the head's other columns, and computes no products.
+    If there are columns to rotate, the last program of a head computes no products, and rotates these columns instead.
     """
     start_next(OVERLAPS)
     head = tl.program_id(1)

@@ -100,7 +100,7 @@ def row_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 @triton.jit
 def load_B(B_ptr, row, N, R, RANKS: tl.constexpr):
-    """Load rows of B as a tile [rows, RANKS]. Columns of the tile from R on are 0."""
+    """Load rows of B as a tile [rows, RANKS]. Columns R and above of the tile are 0."""
     rank = tl.arange(0, RANKS)
     mask = (row < N)[:, None] & (rank < R)[None, :]
     return tl.load(B_ptr + row.to(tl.int64)[:, None] * R + rank[None, :], mask=mask, other=0.0)
@@ -228,7 +228,9 @@ def _rows_linear_kernel(
     HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr,
     EARLY: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS results for up to COLUMNS rows of x. With several PARTS, sum over one part of the columns of W.
+    """Compute ROWS results for up to COLUMNS rows of x.
+
+    With several PARTS, each program sums over only one part of the columns of W.
 
     With EARLY, the kernel may start before the previous kernel has ended, and W must not have scales.
     """

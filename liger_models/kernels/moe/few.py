@@ -13,9 +13,9 @@ Only the programs of a tile's first copy do any work: they find the other copies
 the tile at once. If there is only one token, all its copies have different experts. Each copy is then multiplied
 separately, without matrix units, as in `row_linear`.
 
-If a backward follows, the rows are sorted. `few_product` then multiplies the sorted rows by frozen matrices in the same
-way. All these kernels read matrices in their stored form (dense, float8, or 4 bits), and read only the matrices of
-experts that have rows.
+If a backward follows, the copies are instead sorted by expert. `few_product` then multiplies the sorted rows by frozen
+matrices in the same way. All these kernels read matrices in their stored form (dense, float8, or 4 bits), and read only
+the matrices of experts that have rows.
 """
 
 from typing import Any
@@ -292,9 +292,9 @@ def _few_kernel(
 def _fits(weight: Weight) -> bool:
     """Return whether the kernels support the experts' matrices ``weight``.
 
-    The kernels support dense matrices, NF4 with whole blocks per row, groups of 4-bit codes whose width `groups`
-    supports, and float8 if the GPU can convert float8. If float8 matrices have one scale per block, `float8_blocks`
-    must support the width of the blocks. Other formats are not supported.
+    The kernels support dense matrices, NF4 with whole blocks per row, 4-bit codes in groups of a supported width
+    (`takes_group`), and float8 if the GPU can convert float8. If float8 matrices have one scale per block,
+    `float8_blocks` must support the width of the blocks. Other formats are not supported.
     """
     if isinstance(weight, Tensor):
         return True
