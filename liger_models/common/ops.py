@@ -123,7 +123,8 @@ class Arguments:
         namespace: dict[str, Any] = {"_join": _join, "_new": tuple.__new__}
 
         def add(fields: Any, prefix: str, any_type: str) -> tuple[str, str]:
-            """Add the fields of a NamedTuple, and return the source code of a pattern and of an expression.
+            """Make the fields of a NamedTuple arguments of the op. Return the source code of a pattern and of an
+            expression.
 
             The pattern unpacks the NamedTuple, and the expression rebuilds the NamedTuple.
             """
@@ -147,7 +148,9 @@ class Arguments:
             return f"({', '.join(patterns)},)", f"_new(_type_{prefix}, ({', '.join(expressions)},))"
 
         def add_argument(name: str, argument: Argument) -> str:
-            """Add a field with an `Argument`, and return the source code of an expression that restores its value."""
+            """Make a field with an `Argument` an argument of the op. Return the source code that restores the value of
+            the field.
+            """
             # At most the first parameter, the head, has no default. In the whole schema, heads come first.
             schema = argument.schema.format(name)
             parameters = _parse(schema)
@@ -354,9 +357,9 @@ class Op(Generic[Inputs, Outputs]):
 def _need_without_dispatcher(arguments: Sequence[Any]) -> bool | None:
     """Return whether a call needs gradients, or None if the call must pass through PyTorch's dispatcher.
 
-    On the host, the dispatcher takes as much time as the rest of a forward. If nothing traces, transforms or observes
-    the call (no compiler, mode, tensor subclass or profiler), the dispatcher would only call autograd and the op's
-    forward. In this case, the dispatcher is not needed.
+    On the host, the dispatcher takes as much time as the rest of a forward. A call can skip the dispatcher if nothing
+    traces, transforms or observes the call (no compiler, mode, tensor subclass or profiler). The dispatcher would then
+    only call autograd and the op's forward.
     """
     if (
         torch.compiler.is_compiling()
@@ -471,7 +474,7 @@ def define_op(
 def _fake_like(places: list[int]) -> Callable[..., Any]:
     """Return a fake implementation.
 
-    Each of its outputs has the shape and dtype of the input at one of the ``places``.
+    Output n of this implementation has the shape and dtype of the input with the index ``places[n]``.
     """
 
     def fake(*inputs: Any) -> Any:
@@ -598,8 +601,8 @@ def _function(name: str, forward: Callable[..., Any], backward: Callable[..., An
 def _no_derivative(name: str) -> tuple[Callable[..., Any], Callable[..., None]]:
     """Return ``backward`` and ``setup_context`` for an op without a derivative. The backward raises RuntimeError.
 
-    If an op had no such functions, autograd would treat its results as constants. Second derivatives pass through the
-    ops that compute first derivatives, so the second derivatives would silently lack terms.
+    Without these functions, autograd would treat the results of the op as constants. Ops that compute first derivatives
+    are an example: second derivatives are derivatives of their results, and would silently lack terms.
     """
 
     def backward(ctx: Any, *d_outputs: Any) -> Any:
@@ -661,8 +664,9 @@ def register_autograd(
     """Register the backward of an op, with less work per call than ``torch.library.register_autograd``.
 
     The op must not have keyword-only arguments or lists of tensors. In every call, PyTorch's function fills in the
-    default values of arguments. To find these values, PyTorch reads the whole schema once per argument. This takes
-    about as much host time as the rest of a forward. The function in this file reads the default values only once.
+    default values of arguments. To find these values, PyTorch reads the whole schema once per argument. On the host,
+    this search takes about as long as the rest of a forward. The function in this file reads the default values only
+    once.
 
     Args:
         name: name of an op in ``library``.

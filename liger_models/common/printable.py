@@ -1,4 +1,4 @@
-"""Prints untrusted text on a terminal, such as names from a checkpoint or text that a model has generated."""
+"""Prints untrusted text, such as names from a checkpoint or text that a model has generated, on a terminal."""
 
 import re
 import sys

@@ -3,10 +3,10 @@
 For each launch, Triton looks for the compiled kernel that fits the arguments. On the host, this search takes as long as
 the rest of the launch. Triton chooses a compiled kernel by these properties: the types of the arguments, the alignment
 of pointers, the block shapes of tensor descriptors, the values of constants, and whether an integer is 1 or a multiple
-of 16. `Kernel` keeps each compiled kernel that Triton has chosen under a key. The key consists of the dtypes of the
-tensors, the block shapes of tensor descriptors, all integers and constants, and the device. The key thus determines all
-of these properties except alignments. A kept kernel is therefore used only for launches in which all tensors begin at
-multiples of 16 bytes.
+of 16. `Kernel` keeps each compiled kernel that Triton has chosen, and finds it again by a key. The key consists of the
+dtypes of the tensors, the block shapes of tensor descriptors, all integers and constants, and the device. The key thus
+determines all of these properties except alignments. A kept kernel is therefore used only for launches in which all
+tensors begin at multiples of 16 bytes.
 
 Triton itself performs all other launches: launches of new kernels, launches on devices other than NVIDIA GPUs, launches
 with tensor subclasses, and launches that hooks observe.
@@ -98,7 +98,8 @@ class Kernel(JITFunction):  # type: ignore[misc]
         return _get(self, grid)(*args, **options)
 
     def _keep(self, key: tuple[Any, ...], kernel: Any, given: int, options: dict[str, Any]) -> Any:
-        """Keep the compiled kernel that Triton has just launched, and return it.
+        """Keep the compiled kernel that Triton has just launched for later launches with the same key, and return the
+        kernel.
 
         ``given`` is the number of arguments that the launch passed by position.
         """
@@ -112,5 +113,5 @@ class Kernel(JITFunction):  # type: ignore[misc]
 
 
 def _observes(hook: Any) -> bool:
-    """Return whether calling a launch hook has any effect."""
+    """Return whether a launch hook is set and would do anything if called."""
     return hook is not None and bool(getattr(hook, "calls", True))

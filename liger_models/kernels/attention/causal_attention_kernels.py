@@ -99,11 +99,12 @@ def sums_kernel(
     T, S, kv_head, query_head, query_heads, query, tiles, width, H: tl.constexpr, GROUP: tl.constexpr,
     BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """For each query, write one m for all its weights, and the inverse of the sum of these weights ([B, H, T] each).
+    """For each query, write a single m that holds for all its weights, and the inverse of the sum of these weights ([B,
+    H, T] each).
 
     SUMS_PROGRAMS programs share a tile of queries. Each of these programs computes m and the inverse of the sum for all
-    queries of the tile. Weights that were written with a different m are rescaled; each of the programs rescales a part
-    of these weights.
+    queries of the tile. Weights that were written with a different m are rescaled. This work is split among the
+    programs of the tile.
     """
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     slot = tl.program_id(1)
@@ -292,13 +293,14 @@ def _sum_over_queries(
     GROUP: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of dv = pᵀ · do or dk = dsᵀ · q, summed over the query heads of a KV head in this launch.
+    """Write a tile of dv = pᵀ · do or dk = dsᵀ · q for a KV head: the sum over those of its query heads that are in
+    this launch.
 
     ``first_slot`` is the slot of the first of these query heads. The tile consists of BLOCK_D columns for BLOCK_N keys.
     D is the width of the result.
 
     If several launches contribute to a tile, ``sum_ptr`` holds the tile's sum between the launches. After this launch,
-    the sums of the key tiles from ``finished`` on are complete.
+    the sums of key tile ``finished`` and of all later key tiles are complete.
     """
     key = key_tile * BLOCK_N
     batch, first_head = slot_head(first_slot, part, H, GROUP)
@@ -347,10 +349,10 @@ def gradients_kernel(
     """Each program writes one tile of dv, dk or dq.
 
     A tile is a sum over queries or keys, and these sums have very unequal lengths. One launch computes all three
-    gradients, so that a multiprocessor that has finished a long sum always finds a shorter one to compute next. The
-    tiles are ordered by the lengths of their sums, the longest first. The second index of a program is its tile's place
-    in this order. The first tiles are those of dq whose queries see the most keys, and those of dk and dv whose keys
-    are seen by the most queries.
+    gradients, so that a multiprocessor that has finished a long sum finds a shorter sum to compute next. The tiles are
+    ordered by the lengths of their sums, the longest first. The second index of a program is the place of its tile in
+    this order. For dq, tiles whose queries see the most keys come first. For dk and dv, tiles whose keys are seen by
+    the most queries come first.
     """
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     ACROSS_K: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D

@@ -76,10 +76,10 @@ def decode_attention_reference(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute `decode_attention` in plain PyTorch on copies of all pages in the table.
+    """Compute `decode_attention` in plain PyTorch, from copies of the pages in the table.
 
-    If the inputs are fp64, so are all computations. A table may have room for rows that are far longer than the longest
-    row. On the CPU, only the pages up to the length of the longest row are therefore read.
+    If the inputs are fp64, so are all computations. A table may have far more pages per row than the longest row uses.
+    On the CPU, pages after the last page of the longest row are therefore not read.
     """
     (B, H, D), G, V = q.shape, keys.shape[2], values.shape[3]
     if B and table.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -114,8 +114,8 @@ def _decode_kernel(
     """Compute the output and the log-sum-exp for one part of a row's keys.
 
     A program computes the output and the log-sum-exp for some of the GROUP query heads of a KV head. With LATENT, the
-    values are the first V columns of the keys. BLOCK_D then equals BLOCK_V, and BLOCK_REST is the block size for the
-    other columns of the keys.
+    values are the first V columns of the keys. BLOCK_D then equals BLOCK_V, and the remaining D − V columns of the keys
+    are processed in a block of BLOCK_REST columns.
     """
     await_previous(OVERLAPS)
     part = tl.program_id(0)

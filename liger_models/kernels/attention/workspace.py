@@ -160,11 +160,11 @@ class Launch(NamedTuple):
 def parts_of_queries(
     T: int, S: int, block_m: int, block_n: int, matrices: int
 ) -> tuple[int, list[tuple[int, int, int]]]:
-    """Divide the queries into parts with about equal numbers of visible pairs of a query and a key.
+    """Divide the queries into parts that see about equally many keys, summed over the queries of a part.
 
-    Return the number of heads per launch, and the parts. A part is a tuple of its first query, its number of query
-    tiles, and the number of places per pair of query tiles. The workspace has room for one part at a time, for this
-    number of heads.
+    Return the number of heads per launch, and the parts. Each part is a tuple: its first query, its number of query
+    tiles, and the number of places per pair of query tiles. For this number of heads, the workspace has room for one
+    part at a time.
 
     Args:
         T: number of queries.
@@ -197,9 +197,9 @@ def launches(q: Tensor, k: Tensor, block_m: int, block_n: int, backward: bool) -
     """Split the work on q [B, T, H, D] and k [B, S, G, D] into launches, each for some heads and queries.
 
     The forward processes all query heads of a KV head before the next KV head, so that keys are still in the cache when
-    they are read again. A launch of the backward takes as many KV heads as fit. If all KV heads fit, the launch takes
-    several query heads of each KV head. More KV heads are preferred to more query heads of each, because a launch with
-    more KV heads computes more tiles of sums over queries.
+    they are read again. A launch of the backward takes as many KV heads as fit. Only if all KV heads fit, a launch
+    takes more than one query head of each KV head. KV heads come first, because each KV head adds tiles of dk and dv to
+    the launch, whereas query heads of the same KV head share these tiles.
     """
     (B, T, H, _), (_, S, G, _) = q.shape, k.shape
     heads, parts = parts_of_queries(T, S, block_m, block_n, matrices=2 if backward else 1)

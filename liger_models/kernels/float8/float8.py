@@ -381,7 +381,7 @@ def _limits(dtype: torch.dtype, power_of_2: bool) -> dict[str, object]:
 
 
 def add_amax(matrix: Matrix, amax: Tensor) -> None:
-    """Raise ``amax``, in place, to at least the largest absolute value of the matrix or of each column.
+    """Increase ``amax``, in place, where it is below the largest absolute value of the matrix or of a column.
 
     Args:
         amax: fp32, [1] for one maximum, or [C] for a maximum per column.
@@ -587,8 +587,8 @@ def transposed(matrix: Float8) -> Float8:
 def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 | None = None) -> Float8:
     """Round a weight [O, C] by rows, for the product that computes y.
 
-    If the recipe has one scale per operand, ``amax`` [1] is raised to at least the largest absolute value of the
-    weight.
+    If the recipe has one scale per operand, and ``amax`` [1] is below the largest absolute value of the weight,
+    ``amax`` is set to this value.
 
     If the ranks have already rounded their own rows with one scale, and have gathered all rounded rows, ``gathered``
     holds these rows. The values of ``weight`` are then not read.

@@ -13,18 +13,18 @@ multiply and add. The operands of matrix units hold neighboring weights as pairs
   of 2, or 1.5 times a power of 2. Each rounded weight is therefore t = bf16(s) or u = bf16(1.5 · s), multiplied by a
   power of 2. Let p be the e2m1 number without its mantissa: a power of 2 with the sign of the number. The rounded
   weight is then number · 2 (u - t) + p · (3 t - 2 u). All factors in this formula are exact in bfloat16, and so is its
-  result. Applying the formula to a pair takes three instructions.
-- "products": numbers or scales are in fp32, and each product of a number and a scale is rounded. Shared memory holds 16
-  copies of the table of pairs, in fp32, and each lane reads a pair of eight bytes. Multiplying both numbers of a pair
-  and rounding the products takes three instructions.
+  result. Computing this formula for a pair takes three instructions.
+- "products": the numbers or the scales are in fp32, and each number is multiplied by its scale in fp32 and rounded.
+  Shared memory holds 16 copies of the table of pairs, in fp32, and each lane reads a pair of eight bytes. Multiplying
+  both numbers of a pair and rounding the products takes three instructions.
 
 One instruction of the matrix units computes A [16, 16] @ B [16, 8], and adds it to 16 · 8 sums. If x has several rows,
 the rows of A are rows of W, and the columns of B are rows of x. With a single row of x, this layout would leave seven
 columns of B unused. A warp would also read only 64 contiguous bytes at a time, from each of eight rows of W. For a
 single row, the columns of W are therefore split among eight groups, each of which consists of four lanes. Rows n and n
-+ 8 of A hold two rows of W, and column n of B holds x. In all three, only the elements at the columns of group n are
-held. The diagonal of the result then holds the sums that are needed, and the other elements are not used. The columns
-that a group handles can be chosen freely, so a warp can read 512 contiguous bytes of a row of W.
++ 8 of A hold two rows of W, and column n of B holds x. In these two rows and in this column, only the elements from the
+columns of group n are held. The diagonal of the result then holds the sums that are needed, and the other elements are
+not used. The columns that a group handles can be chosen freely, so a warp can read 512 contiguous bytes of a row of W.
 
 Source: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma.
 """
@@ -73,8 +73,8 @@ def fill(*, first_is_upper: bool, size: int = 2) -> str:
     copy. If a number has 4 bytes, lanes n and n + 16 share a copy of the table. Consecutive pairs of a copy are 128
     bytes apart. A byte has 256 possible values. Each thread handles the 16 values that have the same lower four bits.
     For each of these values, the thread fills 16 bytes with copies of the pair. With more than 128 threads, several
-    threads write the same bytes. If ``first_is_upper`` is set, the first number of a pair belongs to the byte's upper
-    half. Otherwise, it belongs to the lower half.
+    threads write the same bytes. The first number of a pair belongs to the upper half of the byte if ``first_is_upper``
+    is set, and otherwise to the lower half.
     """
     bits = f"b{8 * size}"
     ptx = f"{{.shared .align 128 .b8 pairs[32768];\n.reg .b32 n, a, v; .reg .b64 p; .reg .{bits} upper, lower;\n"
@@ -150,12 +150,13 @@ PRODUCT = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {0}, {{a0, a1, a2
 
 
 def _several_step(kind: str, tiles: int) -> str:
-    """Return the PTX of one step, which adds products of 16 rows of W and 8 · ``tiles`` rows of x to the sums.
+    """Return the PTX of one step: it multiplies 16 rows of W by 8 · ``tiles`` rows of x, and adds the products to the
+    sums.
 
     In a warp, the lane with index 4 · ``group`` + ``quarter`` has 16 of every 64 bytes of the rows ``group`` and
     ``group + 8`` of W. The lane also has row ``group`` of x and, with two tiles, row ``group + 8`` of x. The lane holds
-    the sums of the columns 2 · ``quarter`` and 2 · ``quarter`` + 1 of each tile. A step has four chunks of 64 bytes, or
-    two if a lane needs two scales for a chunk.
+    the sums of the columns 2 · ``quarter`` and 2 · ``quarter`` + 1 of each tile. A step processes four chunks of 64
+    bytes of each row, or only two chunks if a lane needs two scales for a chunk.
 
     The operands are, in this order::
 
@@ -201,11 +202,11 @@ def _several_step(kind: str, tiles: int) -> str:
 
 
 def _single_step(kind: str, *, whole: bool) -> str:
-    """Return PTX that multiplies 512 bytes of eight rows of W by a single row of x.
+    """Return the PTX of one step: it multiplies 512 bytes from each of eight rows of W by a single row of x.
 
-    A lane has 16 contiguous bytes of each row of W. For the kind "two_scales", 16 contiguous bytes may have two scales.
-    A lane therefore has 8 bytes from each half of the 512 bytes instead. With ``whole``, either all lanes of a warp
-    have bytes left, or none of them do.
+    A lane has 16 contiguous bytes of each row of W. For the kind "two_scales", 16 contiguous bytes could have two
+    scales, so a lane has 8 bytes from the first half of the 512 bytes and 8 bytes from the second half. With ``whole``,
+    either all lanes of a warp still have bytes to process, or none of them has any.
 
     The operands are, in this order::
 
@@ -294,8 +295,7 @@ WHOLE_PRODUCTS, PART_PRODUCTS = (tl.constexpr(_single_step("products", whole=who
 def group_scale(
     scale_ptr, whole_ptr, group, row, inside, SCALES: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Load the scales of groups, and convert them to fp32. ``group`` counts the groups through all rows, not within a
-    row.
+    """Load the scales of groups, and convert them to fp32. ``group`` numbers the groups of all rows consecutively.
 
     ``row`` is the row to which each group belongs.
     """
@@ -334,8 +334,9 @@ def _scales_of_row(
 ):  # fmt: skip
     """Load the scales that a lane needs in `_single_step` for one row of W: one scale for each chunk of the lane.
 
-    The lane has one or two chunks. ``loads`` consists of the pointer to the scales, the pointer to the scales of whole
-    rows, and the number of scales of a row. PAIRS is the number of bytes of codes that share a scale.
+    The bytes of a lane form one chunk or two chunks. ``loads`` consists of the pointer to the scales, the pointer to
+    the scales of whole rows, and the number of scales of a row. PAIRS is the number of bytes of codes that share a
+    scale.
     """
     scale_ptr, whole_ptr, G = loads
     first, rows = row * G + byte // PAIRS, row + tl.zeros_like(byte)
@@ -426,7 +427,7 @@ def _scales_at(
     scale_ptr, whole_ptr, row, G, byte, left, PAIRS: tl.constexpr, PER: tl.constexpr, SCALES: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Load the four scales that a lane needs for a row of W: PER scales for each chunk.
+    """Load the four scales that a lane needs for a row of W: PER scales (1 or 2) for each of 4 / PER chunks.
 
     PAIRS bytes of codes share a scale.
     """

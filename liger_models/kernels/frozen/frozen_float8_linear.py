@@ -16,8 +16,7 @@ A kernel multiplies the codes by the unrounded x, and then multiplies each sum b
 W.
 
 Products in float8 need bfloat16, sizes that are multiples of 16, and a GPU from sm_89 on. In all other cases, W is
-dequantized for each product. For the backward, only the stored weight is saved. It exists anyway, so saving it takes no
-additional memory.
+dequantized for each product. For the backward, only the stored weight is saved, which takes no additional memory.
 
 Source: https://arxiv.org/abs/2209.05433 (the format); https://arxiv.org/abs/2208.07339 (scales of rows).
 """

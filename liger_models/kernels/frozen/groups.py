@@ -155,8 +155,8 @@ def _group_rows_kernel(
 
     Each step reads GROUPS groups of PAIRS bytes from each of the ROWS rows of W.
 
-    A byte holds one code for an even index and one for an odd index. The elements of x with even indices and those with
-    odd indices are therefore multiplied separately.
+    A byte holds the codes of an even column and of the odd column after it. The even and the odd columns of x are
+    therefore multiplied separately.
     """
     start_next(OVERLAPS)
     STEP: tl.constexpr = GROUPS * PAIRS

@@ -11,7 +11,7 @@ the weight. If x has few rows, as in a decoding step, the forward runs `nf4_rows
     factors    one factor per block of at most 256 scales
     mean       one number for the whole matrix
 
-For the backward, only these tensors are saved. They exist anyway, so saving them takes no additional memory.
+For the backward, only these tensors are saved, which takes no additional memory.
 
 Source: https://arxiv.org/abs/2305.14314.
 """
@@ -276,5 +276,5 @@ class NormalFloat4(Format):
 
     @staticmethod
     def _sizes(weight: FrozenWeight) -> list[int]:
-        """Return the number of rows of all experts together, the number of columns, and the layout."""
+        """Return the number of rows (of all experts together), the number of columns, and the layout."""
         return [math.prod(weight.shape[:-1]), weight.shape[-1], *weight.layout]

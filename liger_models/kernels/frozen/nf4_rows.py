@@ -13,7 +13,7 @@ instructions: one instruction turns the byte into an address, and the other read
 in the order in which the matrix units take them. Shared memory holds each of the 256 pairs 32 times, once in each bank.
 All lanes of a warp can therefore read their pairs in one access, no matter which bytes they look up. The matrix units
 compute products with eight columns. If x has more than two rows, each of these columns is a row of x. If x has one or
-two rows, each of the columns holds one block of a row of x, and zeros in place of the row's other blocks.
+two rows, each of the eight columns is a row of x in which all blocks but one are replaced by zeros.
 
 If the kernel in PTX does not support the number of rows, the GPU or the dtype, a kernel in plain Triton runs. On NVIDIA
 GPUs from Ampere on, the Triton kernel looks the numbers up in registers.
@@ -60,13 +60,14 @@ program, the number of scales per result and step, and the number of warps, each
 
 
 def _step(kind: str, columns: int) -> str:
-    """Return PTX that multiplies STEP_BLOCKS blocks of 16 rows of W by up to ``columns`` (1, 2 or 8) rows of x.
+    """Return the PTX of one step: it multiplies STEP_BLOCKS blocks from each of 16 rows of W by up to ``columns`` (1, 2
+    or 8) rows of x.
 
-    Each of the eight columns of a matrix product belongs to one of ``columns`` rows of x, and to one of ``slots``
-    blocks of this row. In a warp, the lane with index 4 · ``group`` + ``quarter`` holds codes of the rows ``group`` and
-    ``group + 8`` of W. For column ``group`` of the product, the lane also holds the elements of x by which these codes
-    are multiplied. The lane holds the sums of the columns 2 · ``quarter`` and 2 · ``quarter`` + 1. The codes of a block
-    are held by two lanes, or by four lanes if ``columns`` is 8.
+    A matrix product has eight columns. Each of them belongs to one of ``columns`` rows of x and, within this row, to
+    one of ``slots`` blocks. In a warp, the lane with index 4 · ``group`` + ``quarter`` holds codes of the rows
+    ``group`` and ``group + 8`` of W. For column ``group`` of the product, the lane also holds the elements of x by
+    which these codes are multiplied. The lane holds the sums of the columns 2 · ``quarter`` and 2 · ``quarter`` + 1.
+    The codes of a block are held by two lanes, or by four lanes if ``columns`` is 8.
 
     The operands are::
 
@@ -154,8 +155,8 @@ uniform registers, and would copy them for each `prmt`."""
 def _pairs() -> str:
     """Return PTX that looks up both numbers of each of the four bytes in $4.
 
-    $0 and $1 are set to the first numbers of the bytes, and $2 and $3 to the second numbers. One `prmt` instruction
-    looks up one byte for each of four numbers, and covers eight entries of the table.
+    $0 and $1 are set to the first numbers of the bytes, and $2 and $3 to the second numbers. A `prmt` instruction
+    chooses four bytes out of eight: for four numbers at once, it looks up one byte of each in one half of the table.
     """
     ptx = "{\n.reg .b32 s, m, a, b, h, l;\nand.b32 s, $4, 0x77777777;\n"
     ptx += "shr.u32 m, $4, 1; lop3.b32 m, m, 0x44444444, 0x32103210, 0xEA;\n"
@@ -271,8 +272,8 @@ def _nf4_rows_kernel(
 ):  # fmt: skip
     """Compute ROWS results for up to COLUMNS rows of x.
 
-    Each step reads SCALES blocks of each row of W. A byte holds one code for an even index and one for an odd index.
-    The elements of x with even indices and those with odd indices are therefore multiplied separately.
+    Each step reads SCALES blocks of each row of W. A byte holds the codes of an even column and of the odd column after
+    it. The even and the odd columns of x are therefore multiplied separately.
     """
     start_next(OVERLAPS)
     dtype: tl.constexpr = table_ptr.dtype.element_ty

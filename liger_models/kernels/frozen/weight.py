@@ -2,8 +2,8 @@
 
 In the forward and in the backward, an op dequantizes the weight right before each product, and frees the dequantized
 weight after the product. If there are few rows, as in a decoding step, the forward multiplies the rows by the codes
-without dequantizing the weight in memory. For the backward, only the stored tensors are saved. They exist anyway, so
-saving them takes no additional memory.
+without dequantizing the weight in memory. For the backward, only the stored tensors are saved, which takes no
+additional memory.
 
 Layers, ops, loading, saving and sharding know only the class `FrozenWeight`. Everything that is specific to a format is
 in a subclass of `Format`. Each format is defined and registered in one file. The first two formats quantize dense
@@ -138,7 +138,7 @@ class FrozenWeight(NamedTuple):
     def data_ptr(self) -> int:
         """Return 0, which is an aligned address.
 
-        The dense weight will be newly allocated, so its address will be aligned, too.
+        A dequantized weight is newly allocated, so its address is aligned, too.
         """
         return 0
 

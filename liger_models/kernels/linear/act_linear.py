@@ -15,7 +15,7 @@ In the backward, the kernel that computes dx also recomputes ``a`` from x::
     relu2        act(x) = max(x, 0)²                     act'(x) = 2 · max(x, 0)
     xielu        see xielu.py; its coefficients also have gradients
 
-The forward saves x and W. Saving ``a`` as well would take memory for F more elements per token, where F is the width of
+The forward saves x and W. Saving ``a`` as well would take F more elements of memory per token, where F is the width of
 x.
 
 Source: https://arxiv.org/abs/1606.08415, relu2 https://arxiv.org/abs/2109.08668.

@@ -29,10 +29,10 @@ N(h) exist only for one chunk at a time. The gradients of the weights are then s
 rounded once.
 
 With ``ranks``, the gates and ups are divided among the ranks, and each rank has the columns of Wd that belong to its
-gates and ups. The y of a rank is then only a partial result: the complete y is the sum over the ranks. dn is summed
-over the ranks before N' is applied. With ``ranks.sequence_parallel``, each rank also has its own tokens. N(h) is then
-gathered before the products with Wgu and du, and dn is reduce-scattered. y covers all tokens, but h covers only the
-rank's own tokens.
+gates and ups. The y of a rank is then only a partial result: the complete y is the sum over the ranks. In the backward,
+dn is summed over the ranks before N' is applied. With ``ranks.sequence_parallel``, each rank also has its own tokens.
+N(h) is then gathered before the products with Wgu and du, and dn is reduce-scattered. y covers all tokens, but h covers
+only the rank's own tokens.
 
 `_forward_rows` and `_backward_rows` compute the formulas above. For each chunk, `_forward_chunks` calls
 `_forward_rows`, and `_backward_chunks` calls `_backward_rows`.
@@ -92,7 +92,7 @@ and 3% for half as many rows. These shares do not depend on C and F."""
 
 
 def _chunk_rows(N: int, row_bytes: int) -> int:
-    """Return the number of rows per chunk such that all chunks have about the same size.
+    """Return a number of rows per chunk with which all chunks have about the same size.
 
     ``row_bytes`` is the size of a row of u in bytes.
     """
@@ -330,8 +330,8 @@ def _backward_rows(
 ) -> GatedMLPGradients:
     """Compute the gradients for all rows or for a chunk of rows.
 
-    For a chunk, ``totals`` holds the sums of the parameters' gradients over the previous chunks. dy is [N, O], dh and h
-    are [N, C], and u is [N, 2 F]. With sequence parallelism, dy and u hold the rows of all ranks.
+    For a chunk, ``totals`` holds the sums of the parameters' gradients over the previous chunks. The inputs are dy [N,
+    O], dh and h [N, C], and u [N, 2 F]. With sequence parallelism, dy and u hold the rows of all ranks.
     """
     dy, dh, saved, needs = inputs
     h, statistics, u, norm, _, _, act, ranks = saved

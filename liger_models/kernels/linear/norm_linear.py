@@ -21,12 +21,12 @@ compiler that saw the recomputation would save N(h) in the forward instead.
 
 A frozen W may be quantized (`FrozenWeight`). The products with W then run in float8, or W is dequantized twice: before
 the product that computes y, and before the product that computes dn. After each product, the dequantized W is freed.
-Only the quantized W is saved. It exists anyway, so saving it takes no additional memory.
+Only the quantized W is saved, which takes no additional memory.
 
 With ``ranks``, each rank has its own rows of W, and dn is summed over the ranks before N' is applied. With
-``ranks.sequence_parallel``, each rank also has its own tokens. N(h) is then gathered before the products, dn is
-reduce-scattered, and y covers all tokens. The gathered N(h) is not saved. B is sharded by rows, like W. The dA of a
-rank is only a partial result: the caller must sum dA over the ranks.
+``ranks.sequence_parallel``, each rank also has its own tokens. N(h) is then gathered before each product that uses
+N(h), dn is reduce-scattered, and y covers all tokens. The gathered N(h) is not saved. B is sharded by rows, like W. The
+dA of a rank is only a partial result: the caller must sum dA over the ranks.
 
 Source: https://arxiv.org/abs/1910.07467 (RMSNorm), https://arxiv.org/abs/1607.06450 (LayerNorm),
 https://arxiv.org/abs/2205.05198 (sequence parallelism), https://arxiv.org/abs/2106.09685 (LoRA).

@@ -100,8 +100,8 @@ def mark_constants(ctx: Any, h: Tensor | None, need_stream: bool, *constants: Te
 
 
 def of_stream(gradients: Gradients, dx: Tensor | None, needs: Any) -> Gradients:
-    """Return a copy of ``gradients`` with dx, the gradient of the residual stream, as the gradients of x and the
-    residual.
+    """Return a copy of ``gradients`` in which the gradients of x and of the residual are dx, the gradient of the
+    residual stream.
 
     A gradient that is not needed is None.
     """

@@ -276,11 +276,12 @@ def query_gradients_kernel(
     DV: tl.constexpr, BLOCK_V: tl.constexpr, DOCUMENTS: tl.constexpr, NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """For one chunk and key head, compute dq, and add the terms with states to the gradients of the running sums of g.
+    """For one chunk and key head, compute dq. Add the terms that contain states to the gradients of the running sums of
+    g.
 
-    Some rows of q and k are multiplied elementwise by rows of a matrix product. The rows of q and k are loaded through
-    descriptors. If they were loaded through pointers, Triton would convert the layout of the whole product before
-    summing.
+    Rows of q and k are multiplied elementwise by rows of a matrix product, and the results are summed. These rows of q
+    and k are loaded through descriptors. If they were loaded through pointers, Triton would convert the whole matrix
+    product to another layout before the sum.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:

@@ -41,7 +41,8 @@ def similarity_kernel(
     BLOCK_K: tl.constexpr, DOCUMENTS: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr, NEED_P: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """For one chunk and key head, compute P, the running sums of g, inverse norms, and the coefficients of each row.
+    """For one chunk and key head, compute P, the running sums of g, the inverse norms of q and k, and the coefficients
+    of each row.
 
     Each row has four coefficients: (1) β, (2) the coefficient of K S in X, (3) the coefficient of D in the next state,
     and (4) the coefficient of Q S in O. Coefficients (2), (3) and (4) are already multiplied by the inverse norm of k
@@ -87,9 +88,9 @@ def similarity_kernel(
 def _times(left, right, PRECISION: tl.constexpr):
     """Compute left @ right as a batched matrix product with a batch size of 1.
 
-    For each product that is not batched, Triton searches for all products that depend on it, and for all products on
-    which it depends. For the 40 products from which an inverse is computed, this search took half of the compilation
-    time. For batched products, Triton does not perform this search.
+    For each product that is not batched, the compiler of Triton searches for all other products that depend on this
+    product, or on which this product depends. For the 40 products from which an inverse is computed, this search took
+    half of the compilation time. Batched products are not searched in this way.
     """
     return tl.reshape(tl.dot(left[None], right[None], input_precision=PRECISION), left.shape)
 
@@ -243,7 +244,7 @@ def scan(
 ):  # fmt: skip
     """Go through the chunks of a document in order, and store the output and the final state.
 
-    With STORE_STATES (for the backward), store D and the state before each chunk, instead of the output and the final
+    With STORE_STATES (for the backward), store D and the state before each chunk, but neither the output nor the final
     state. There are few programs per multiprocessor, so each step must be short. To shorten the steps, earlier kernels
     compute everything that all columns share, and offsets within a chunk are 32-bit numbers.
     """

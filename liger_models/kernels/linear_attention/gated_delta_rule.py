@@ -26,12 +26,12 @@ chunk have two sources: queries and keys read the state, and keys write to the s
     R = e^{G_i} · dX Sᵀ + (E ∘ dX Dᵀ) K̂    (i > j),   dβ_i = dX_i·V_i − k̂_i·R_i
     W = e^{G − G_i} · D dSᵀ − (E ∘ dV Dᵀ)ᵀ K̂    (i > j),   dK̂ = W − β · R + scale · (E ∘ dO Dᵀ)ᵀ Q̂
 
-If several value heads share a key head, one program sums over these value heads. A first kernel computes these sums of
-E ∘ dO Dᵀ and β · E ∘ dX Dᵀ. Two other kernels compute the terms with S and dS. They also multiply the sums from the
-first kernel by K̂ and Q̂, and add these products to the terms. The operands of products are in the dtype of q, k and v,
-and the products are summed in fp32. The state and the decay are in fp32. The inverse A is computed from matrix products
-whose errors are at most 2⁻¹⁶. The forward saves the inputs, and A in the dtype of the inputs. The backward recomputes
-P, S and D.
+If several value heads share a key head, one program sums over these value heads. A first kernel computes E ∘ dO Dᵀ and
+β · E ∘ dX Dᵀ, summed over the value heads. Two other kernels compute the terms with S and dS. The two kernels also
+multiply the sums from the first kernel by K̂ and Q̂, and add these products to the terms. The operands of products are
+in the dtype of q, k and v, and the products are summed in fp32. The state and the decay are in fp32. The inverse A is
+computed from matrix products whose errors are at most 2⁻¹⁶. The forward saves the inputs, and A in the dtype of the
+inputs. The backward recomputes P, S and D.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 
@@ -526,7 +526,7 @@ def run_delta_rule(
     op: Callable[..., tuple[Tensor, ...]], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float | None, normalize: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the output and the final states: with ``op``, with the kernel for few tokens, or in plain PyTorch."""
+    """Compute the output and the final states by running ``op``, the kernel for few tokens, or plain PyTorch."""
     T, Dk = k.shape[1], k.shape[3]
     scale = Dk**-0.5 if scale is None else float(scale)
     inputs = q, k, v, g, beta, initial_state

@@ -76,7 +76,9 @@ def in_chunks(
         since = (since + decay[..., first, :]).exp()
 
         def pairs(rows: Tensor) -> Tensor:
-            """Return the product of each row and each key, [.., C, C], scaled by the decay between their two tokens."""
+            """Return the dot product of each row with each key, [.., C, C], multiplied by the decay from the token of
+            the key to the token of the row.
+            """
             if by_channel:
                 return torch.einsum("bhik,bhjk,bhijk->bhij", rows, K, between)
             return rows @ K.mT * between[..., 0]

@@ -1,9 +1,9 @@
 """Kernels of the Kimi delta rule. They compute the operands and the token pairs of each chunk, the scans, and the other
 gradients.
 
-The formulas are in the docstring of `kimi_delta_rule.py`. For each level of pairs in a chunk, a row needs not only its
-own running sum of g, but also the running sum of its reference token, which is in another row. The kernels that go
-through the levels therefore read the running sums from memory.
+The formulas are in the docstring of `kimi_delta_rule.py`. At each level of pairs in a chunk, the factors of a row are
+computed from two running sums of g: the sum of the row's own token, and the sum of its reference token, which is in
+another row. The kernels that go through the levels therefore read the running sums from memory.
 """
 
 from liger_models.kernels.dispatch import tl, triton
@@ -19,10 +19,11 @@ from liger_models.kernels.linear_attention.gated_delta_forward import (
 
 @triton.jit
 def _level(total_ptr, total, level, count, C: tl.constexpr, DK: tl.constexpr, width, BLOCK: tl.constexpr):
-    """Return F [C, BLOCK] of a level, and a mask [C, C] of the pairs of tokens that belong to the level.
+    """Return the factors F [C, BLOCK] of a level, and a mask [C, C] of the token pairs that belong to the level.
 
-    At level n, the last token of the first half of each block of 2^(n + 1) tokens is the reference of the block. Each
-    pair of the level consists of one token of the first half and one token of the second half of the same block.
+    Level n divides the chunk into blocks of 2^(n + 1) tokens. The reference token of a block is the last token of its
+    first half. Each pair of the level consists of one token from the first half and one token from the second half of
+    the same block.
     """
     index, half = tl.arange(0, C), 1 << level
     reference = tl.minimum((index >> (level + 1) << (level + 1)) + half - 1, count - 1)
@@ -367,8 +368,8 @@ def _store_gradient(
 ):  # fmt: skip
     """Store the gradient of x [C, DK], where x is q or k.
 
-    ``norm`` is the inverse L2 norm of x. ``raw_ptr`` points to a matrix that holds ``norm`` times the gradient of x ·
-    norm. ``along`` holds, for each row, the dot product of the row of this matrix and the row of x · norm.
+    ``norm`` is the inverse L2 norm of x. ``raw_ptr`` points to a matrix R, which is ``norm`` times the gradient of x ·
+    norm. ``along`` holds the dot product of each row of R and the same row of x · norm.
     """
     tl.debug_barrier()  # wait, because other threads have stored what is read below
     index = tl.arange(0, C)

@@ -14,12 +14,13 @@ one token::
     P_ij = scale · Σ_c e^{G_i − G_j} q̂_i k̂_j  (i ≥ j)
     X = β · (V − Kʳ S),   D = A X,   O = Qʳ S + P D,   S ← diag(e^G) S + Kʷᵀ D
 
-Σ_c is the sum over channels. The decay cannot be taken out of this sum, and e^{−G_j} alone would overflow. The pairs of
-tokens are therefore grouped into log₂ C levels. At level n, the chunk is divided into blocks of 2^(n + 1) tokens. A
-pair of this level consists of a token i in the second half of a block and a token j in the first half of the same
-block. Let r be the last token of the first half. Then e^{G_i − G_j} = e^{G_i − G_r} · e^{G_r − G_j}, and both exponents
-are at most 0, because j ≤ r < i and G decreases with the token. One product of two matrices computes all pairs of a
-level. The rows of the two matrices are multiplied by F_i = e^{−|G_i − G_r|}. No decay can overflow.
+Σ_c is the sum over channels. The decay e^{G_i − G_j} differs between the channels, so it cannot be taken out of this
+sum, and a separate factor e^{−G_j} would overflow. The pairs of tokens are therefore grouped into log₂ C levels. At
+level n, the chunk is divided into blocks of 2^(n + 1) tokens. A pair of this level consists of a token i in the second
+half of a block and a token j in the first half of the same block. Let r be the last token of the first half. Then
+e^{G_i − G_j} = e^{G_i − G_r} · e^{G_r − G_j}, and both exponents are at most 0, because j ≤ r < i and G decreases with
+the token. One product of two matrices computes all pairs of a level. The rows of the two matrices are multiplied by F_i
+= e^{−|G_i − G_r|}. No decay can overflow.
 
 The backward goes through the chunks in the opposite order. dS is the gradient of the state after the chunk::
 
@@ -33,8 +34,8 @@ of a chunk are::
     W_j = e^{G − G_j} ∘ (D dSᵀ)_j + Σ_i e^{G_i − G_j} ∘ (scale · dP_ij q̂_i − β_i Y_ij k̂_i),   dk̂ = W − β · R
     dG_i = q̂_i ∘ dq̂_i − k̂_i ∘ (β_i R_i + W_i),   dG ← dG + e^G ∘ rowsum(S ∘ dS) + Σ_j k̂_j ∘ e^{G − G_j} ∘ (D dSᵀ)_j
 
-The sums over pairs are computed level by level, like P. Each pair of tokens contributes two terms to dG, one at each of
-its tokens. The two terms must cancel in the gradient of each g that comes before both tokens. Both are therefore
+The sums over pairs are computed level by level, like P. Each pair of tokens adds two terms to dG: one to the row of
+each token. In the gradient of a g that comes before both tokens, the two terms must cancel. Both terms are therefore
 computed from the same rounded numbers. The operands of products are in the dtype of q, k and v, and the products are
 summed in fp32. The state and the decay are in fp32. The forward saves the inputs, and A in the dtype of the inputs. The
 backward recomputes everything else.

@@ -368,8 +368,8 @@ def shared_gradients_kernel(
     """Compute BLOCK_N columns of dC or, with REVERSE, of dB, summed over HEADS heads, for a tile of tokens of a chunk.
 
     Without REVERSE, ``v``, ``own``, ``other`` and ``states`` are dy, C, B and S. With REVERSE, these arguments are x,
-    B, C and dS. Without REVERSE, the kernel also computes ``read`` [blocks, H, tokens]: for each head, the part of C_i
-    · dC_i that comes from the state.
+    B, C and dS. Without REVERSE, the kernel also computes ``read`` [blocks, H, tokens]: the share of each head in C_i ·
+    dC_i, counting only the term with the state.
     """
     TILE: tl.constexpr = C // 2
     tile, slot = tl.program_id(0) % 2, (tl.program_id(0) // 2).to(tl.int64)

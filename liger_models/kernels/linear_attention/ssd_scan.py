@@ -27,10 +27,10 @@ i of the second tile, the decay from j to i is the product of two decays, from j
 1: E_ij = e^{G_i − G_m} · e^{G_m − G_j}.
 
 Every decay from a token before k to token k or to a later token contains the decay of token k as a factor. dg_k is
-therefore a sum over all these decays, in fp32. The elements on the diagonal of M contain no decay, so they are left out
-of this sum. The operands of products are in the dtype of x, and the products are summed in fp32. If a group has more
-than `MOST_HEADS` heads, the heads are split among several programs, each of which sums dB and dC over its heads. A
-final sum in fp32 adds the results of the programs. The forward saves only the inputs.
+therefore a sum with one term for each of these decays, computed in fp32. The elements on the diagonal of M contain no
+decay, so they are left out of this sum. The operands of products are in the dtype of x, and the products are summed in
+fp32. If a group has more than `MOST_HEADS` heads, the heads are split among several programs, each of which sums dB and
+dC over its heads. A final sum in fp32 adds the results of the programs. The forward saves only the inputs.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
 

@@ -1,8 +1,8 @@
 """Splits a packed projection into its parts. The columns of the projection are grouped by unit.
 
-The projection x [B, T, U · R] has R columns for each of U units. Every part has some of the R columns in each unit. An
-output holds one part, or several parts one after the other. Within a part, the columns of unit 0 come first, then the
-columns of unit 1, and so on. Each part can be multiplied by its own factor, in fp32::
+The projection x [B, T, U · R] has R columns for each of U units. A part consists of the same slice of the R columns in
+every unit. An output holds one part, or several parts one after the other. Within a part, the columns of unit 0 come
+first, then the columns of unit 1, and so on. Each part can be multiplied by its own factor, in fp32::
 
     y[part, u, i] = cast(scale · x[u, start of the part in a unit + i])
 
@@ -49,11 +49,13 @@ def _unit_parts_kernel(
     WIDTHS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, TOTALS: tl.constexpr, SCALES: tl.constexpr,
     FIRST: tl.constexpr, PROGRAMS: tl.constexpr, TOKENS: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Move BLOCK elements of one part of TOKENS tokens from x to the part's output or, with BACK, back to x.
+    """For TOKENS tokens, move BLOCK elements of one part from x to the output that holds the part or, with BACK, back
+    to x.
 
     In x, part p has SIZES[p] columns per unit, from column STARTS[p] of the unit on. In output OUTPUTS[p], part p has
-    WIDTHS[p] columns for all units together, from column COLUMNS[p] on. This output has TOTALS[p] columns. A group of
-    TOKENS tokens has PROGRAMS programs. FIRST[p] is the index of the first of these programs that moves part p.
+    WIDTHS[p] columns for all units together, from column COLUMNS[p] on. This output has TOTALS[p] columns. PROGRAMS
+    programs share a group of TOKENS tokens. Among these programs, FIRST[p] is the index of the first one that moves
+    part p.
     """
     group, program = tl.program_id(0) // PROGRAMS, tl.program_id(0) % PROGRAMS
     token = group.to(tl.int64) * TOKENS

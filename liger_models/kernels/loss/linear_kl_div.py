@@ -151,7 +151,9 @@ def _rows_in_torch(logits, p, gradient, target, factors, options) -> Tensor:
 
 
 def _rows(logits, p, gradient, target, factors, options) -> Tensor:
-    """Compute the divergence of each row. Write the gradient, multiplied by ``factors``, to ``gradient`` if given."""
+    """Compute the divergence of each row. If ``gradient`` is given, the gradient of the logits, multiplied by
+    ``factors``, is written to it.
+    """
     if not use_triton(logits):
         return _rows_in_torch(logits, p, gradient, target, factors, options)
     temperature, eps, ignore_index, softcap, logit_scale = options

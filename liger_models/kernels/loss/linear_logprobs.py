@@ -665,9 +665,9 @@ def _one_unit(
 ) -> tuple[Tensor, More, tuple[Tensor, Tensor, Tensor]]:
     """Compute `_loss_and_gradients` for a sequence or pair, if all targets of each sequence have the same gradient.
 
-    The shared gradient of a sequence's targets is then a factor of the sequence's gradients of x, weight and bias. For
-    the first sequence, these gradients are summed before the factor is known, and multiplied by the factor afterwards.
-    Only the logits of the second sequence are kept until the factor is known.
+    What a sequence adds to the gradients of x, weight and bias is then proportional to this common gradient, called the
+    factor. For the first sequence, the gradients are summed for the factor 1, and multiplied by the factor once it is
+    known. Only the logits of the second sequence are kept until then.
     """
     (B, T, C), V = x.shape, len(weight)
     parts = [slice(start, min(start + step, T)) for start in range(0, T, step)]

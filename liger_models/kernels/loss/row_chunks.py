@@ -59,7 +59,8 @@ def _equal_rows(N: int, limit: int) -> int:
 
 
 def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None, *, trained: bool = True) -> int:
-    """Return a number of rows per chunk with which each chunk fits the budget, and all chunks have about the same size.
+    """Return a number of rows per chunk. With it, each chunk fits into the budget, and all chunks have about the same
+    size.
 
     The result is a multiple of ROW_MULTIPLE, because matrix products are then fast.
 

@@ -162,7 +162,7 @@ def where_needed(gradients: HeadGradients, needs: HeadNeeds) -> HeadGradients:
 def save_scalar_loss(ctx: Any, inputs: Any, outputs: Any, needs: HeadNeeds) -> ScalarLossSaved:
     """Return what a scalar loss saves in compiled graphs and within torch.func. Mark constant outputs.
 
-    The gradients are not marked as constant. If they were, autograd would silently leave them out of a second
+    The gradients are not marked as constant: autograd would silently leave constant gradients out of a second
     derivative.
     """
     _, *others, gradients, scale = outputs
@@ -185,7 +185,8 @@ def scalar_loss_backward(saved: ScalarLossSaved, needs: HeadNeeds, upstream: Any
 
 
 class HandOver(torch.autograd.Function):
-    """Outside compiled graphs, runs the op of a scalar loss. The backward scales the gradients in place.
+    """Autograd function that runs the op of a scalar loss outside compiled graphs. Its backward scales the gradients in
+    place.
 
     The op is called as ``op(*inputs)``. The tensors come first among the inputs, and ``tensors`` is their number. The
     op returns, in this order: the loss, other results that have no gradient, one gradient for each input in

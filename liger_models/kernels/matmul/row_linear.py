@@ -108,7 +108,8 @@ def load_B(B_ptr, row, N, R, RANKS: tl.constexpr):
 
 @triton.jit
 def low_rank_row(B, low_ptr, R, RANKS: tl.constexpr, LOW: tl.constexpr):
-    """For a single row of x, compute ROWS elements of the low-rank term. ``B`` [ROWS, RANKS] is the part of B for them.
+    """For a single row of x, compute ROWS elements of the low-rank term. ``B`` [ROWS, RANKS] holds the rows of B for
+    these elements.
 
     ``low_ptr`` points to x @ Aᵀ. If LOW is "awaited", the kernel that computes x @ Aᵀ may still be running.
     """
@@ -230,7 +231,7 @@ def _rows_linear_kernel(
 ):  # fmt: skip
     """Compute ROWS results for up to COLUMNS rows of x.
 
-    With several PARTS, each program sums over only one part of the columns of W.
+    With several PARTS, each program sums over only one part of the columns of W, and `_add_rows_kernel` adds the sums.
 
     With EARLY, the kernel may start before the previous kernel has ended, and W must not have scales.
     """
@@ -344,8 +345,8 @@ def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, 
     """Launch the kernel for ``x @ Aᵀ``, where rows x [..., K] are contiguous, and return arguments of the kernel for y.
 
     The next kernel to be launched must be the kernel for y. If x has a single row, the kernel for y may start early.
-    The kernel for y reads some tensors before it waits for the kernel for x @ Aᵀ. If it starts early, these tensors
-    must already be complete.
+    The kernel for y reads some tensors before it waits for the kernel for x @ Aᵀ. If the kernel for y starts early,
+    these tensors must already be complete.
 
     Returns:
         The arguments ``(x @ Aᵀ, B, R)`` of the kernel for y, and the constants and options of that kernel's launch.

@@ -1,4 +1,4 @@
-"""A linear layer for router logits. Its inputs are in bf16, and its results are as accurate as in an fp32 product.
+"""A linear layer for router logits, with bf16 inputs and results that are as accurate as those of an fp32 product.
 
 ::
 
@@ -92,9 +92,9 @@ def _wide_linear_input_kernel(
 ):  # fmt: skip
     """Write a tile [ROWS, COLUMNS] of dx [N, C], computed as the transpose of Wᵀ @ dyᵀ.
 
-    In this product, dy (split into three bf16 numbers) is the right factor, so it is in shared memory. As the left
-    factor, dy would be in registers. With Triton 3.6, the loop might then overwrite registers of dy while the
-    asynchronous product of the previous step still reads them.
+    In this product, dy (split into three bf16 numbers) is the right factor, and is therefore read from shared memory.
+    If dy were the left factor, it would be read from registers. With Triton 3.6, the loop might then overwrite these
+    registers while the asynchronous product of the previous step still reads them.
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -144,7 +144,7 @@ def _outputs(X: int) -> int:
 
 
 def _runs(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the Triton kernels compute the layer. If not, the op casts the inputs to fp32."""
+    """Return whether the Triton kernels compute the layer. Otherwise, the op casts x and the weight to fp32."""
     return x.dtype == weight.dtype == torch.bfloat16 and use_triton(x) and len(x) >= MIN_ROWS
 
 

@@ -26,7 +26,7 @@ from liger_models.kernels.moe.permutation import permute, unpermute
 
 
 class _Permute(torch.autograd.Function):
-    """Copies the row of each token to the slots of the token, but skips slots from M on: [N, C] -> [M, C].
+    """Copies each token's row to the token's slots: [N, C] -> [M, C]. Slots that are M or larger are skipped.
 
     The gradient of a token is the sum, computed in fp32, of the gradients in its slots.
     """

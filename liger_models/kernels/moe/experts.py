@@ -12,9 +12,9 @@ Without biases, bgu = bd = 0::
 If there are only a few copies and no backward, the copies are not sorted (see `few`). A copy without an expert has no
 row.
 
-In the backward, multiplying by the routing weight w_nk before or after a linear map gives the same result. It is
-cheapest to multiply where rows are narrow. dy is therefore copied without the weight. One kernel that reads u and g
-multiplies by the weight, and does all other elementwise work::
+In the backward, multiplying by the routing weight w_nk before or after a linear map gives the same result. The
+multiplication is cheapest where rows are narrow. dy is therefore copied without the weight. A later kernel, which reads
+u and g, multiplies by the weight and does all other elementwise work::
 
     d_j = dy_n                            permute
     g_j = Wd_eᵀ · d_j                     grouped product; the gradient of A(u_j), without the routing weight
@@ -135,7 +135,9 @@ def _low_rank_term(rows: Tensor, low_rank: LowRank, ends: Tensor) -> Tensor:
 
 @triton.jit
 def _expert_of(row, ends_ptr, X, BLOCK_X: tl.constexpr):
-    """Return the expert of a sorted row. The expert's index is the number of experts whose rows all precede the row."""
+    """Return the expert of a sorted row. The index of this expert is the number of experts whose rows all come before
+    this row.
+    """
     lanes = tl.arange(0, BLOCK_X)
     ends = tl.load(ends_ptr + lanes, mask=lanes < X, other=2147483647)
     return tl.sum((ends <= row).to(tl.int32), 0)

@@ -7,15 +7,15 @@ These kernels are for decoding steps, and compute no gradients. Copy k of token 
     o_s = Wd_e · g_s                      one kernel
     y_n = Σ_k w_nk · (o_s + bd_e)         `permutation.unpermute`
 
-The copies are not sorted. The matrix of each expert is divided into blocks of rows. There is one program for each copy
-and each block of its expert's matrix. All copies with the same expert are grouped in tiles of up to `FEW_ROWS` copies.
-Only the programs of a tile's first copy do any work: they find the other copies of the tile, and multiply all copies of
-the tile at once. If there is only one token, all its copies have different experts. Each copy is then multiplied
-separately, without matrix units, as in `row_linear`.
+The copies are not sorted. The matrix of each expert is divided into blocks of rows. For each copy, there is one program
+for each block of the matrix of its expert. All copies with the same expert are grouped in tiles of up to `FEW_ROWS`
+copies. Only the programs of a tile's first copy do any work: they find the other copies of the tile, and multiply all
+copies of the tile at once. If there is only one token, all its copies have different experts. Each copy is then
+multiplied separately, without matrix units, as in `row_linear`.
 
-If a backward follows, the copies are instead sorted by expert. `few_product` then multiplies the sorted rows by frozen
-matrices in the same way. All these kernels read matrices in their stored form (dense, float8, or 4 bits), and read only
-the matrices of experts that have rows.
+If a backward follows, the copies are sorted by expert. `few_product` then multiplies the sorted rows by frozen
+matrices, also in tiles of up to `FEW_ROWS` rows. All these kernels read matrices in their stored form (dense, float8,
+or 4 bits), and read only the matrices of experts that have rows.
 """
 
 from typing import Any
@@ -63,11 +63,12 @@ then decodes 5 % faster. With other widths, the masked part of the last step cos
 def _few_tile(
     tile, where_ptr, COUNT, SORTED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):  # fmt: skip
-    """Return a tile's expert, the tile's first row, the end of the expert's rows, and whether the tile has any rows.
+    """Return the expert of a tile, the first row of the tile, the end of the expert's rows, and whether the tile has
+    rows.
 
-    If rows are sorted, ``where_ptr`` points to COUNT numbers: for each expert, the index of the end of its rows. If
-    rows are not sorted, ``where_ptr`` points to COUNT indices: the expert of each copy. Each copy then has its own
-    tile, and the copy's row index is the number of earlier copies with the same expert.
+    If rows are sorted, ``where_ptr`` holds COUNT numbers: for each expert, the index of the end of its rows. If rows
+    are not sorted, ``where_ptr`` holds COUNT indices: the expert of each copy. There is then one tile for each copy,
+    and the returned row of a copy is the number of earlier copies with the same expert.
     """
     if SORTED:
         expert, first, end = _rows_of_tile(tile, where_ptr, COUNT, BLOCK, BLOCK_ROWS)
@@ -232,13 +233,14 @@ def _few_kernel(
     EARLY: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute result s from row s // K. Each step reads BLOCK_IN columns of BLOCK_OUT rows of the expert's matrix.
+    """Compute the result of copy s from row s // K. Each step reads BLOCK_IN columns of BLOCK_OUT rows of the expert's
+    matrix.
 
     Each row has one scale or, if WIDTH is not 0, one scale for every WIDTH columns. WIDTH is a multiple of BLOCK_IN.
 
     With EARLY, the kernel loads the part of the matrix for its first step while the previous kernel is still running.
-    EARLY is allowed only if there is a single row, and if the previous launch was a launch of this kernel for the same
-    row without EARLY.
+    EARLY is allowed only if there is a single row, and if the previous launch ran this kernel for the same row without
+    EARLY.
     """
     if EARLY:
         start_next(OVERLAPS)
@@ -333,7 +335,7 @@ def _launch(
     """Launch a kernel that multiplies rows by the transposed matrices of their experts.
 
     Result s is the product of row s // K and the matrix of the expert of copy s. With ``is_early``, the weight must be
-    dense, and the previous launch must be for dense matrices and the same token.
+    dense, and the previous launch must have been for the same token and for dense matrices.
     """
     (X, out, width), frozen = weight.shape, isinstance(weight, FrozenWeight)
     storage = weight.format.name if frozen else "dense"

@@ -198,7 +198,7 @@ def _load_logits(logits_ptr, rows, lanes, N, X):
 
 @triton.jit
 def _ordered(numbers):
-    """Map fp32 numbers to integers above −2147483647 that are in the same order as the numbers.
+    """Map fp32 numbers to integers above −2147483647, such that the integers have the same order as the numbers.
 
     NaN is mapped to the largest integer.
     """
@@ -236,8 +236,8 @@ def _best_groups(
 
 @triton.jit
 def _softmax_of_near(logits, free, mine, tolerance):
-    """Return the softmax over the chosen expert and all experts that are not chosen yet and have a logit near the
-    largest.
+    """Return a softmax over two kinds of experts: the expert that is chosen now (``mine``), and all experts that are
+    not chosen yet (``free``) and whose logits are near the largest of these.
     """
     best = tl.max(tl.where(free, logits, float("-inf")), 1)[:, None]
     far = best - logits > tolerance * tl.maximum(tl.abs(logits), best)  # False beyond the last expert: inf > inf

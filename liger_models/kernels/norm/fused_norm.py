@@ -1,8 +1,8 @@
 """The norm before a fused linear layer: RMSNorm, LayerNorm or none.
 
-`norm_linear` and `gated_mlp` save the residual stream h, and the norm's statistics for each row. Their backward
-recomputes the normalized rows from h and the statistics. `FusedNorm` has four methods for rows [..., C], where N is the
-norm::
+`norm_linear` and `gated_mlp` save the residual stream h, and the norm's statistics for each row. The backward of these
+ops recomputes the normalized rows from h and the statistics. `FusedNorm` has four methods for rows [..., C], where N is
+the norm::
 
     reference    computes N(h) in plain PyTorch
     forward      computes h = residual + x, N(h), and the statistics of each row in fp32

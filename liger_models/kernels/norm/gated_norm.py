@@ -5,8 +5,8 @@ or ``a = σ(gate)``::
 
     y = cast((w · cast(x · r(x))) · a)        or, with the gate first, u = x · a,   y = cast(w · cast(u · r(u)))
 
-The function cast rounds to the dtype of x. The product with w is rounded to the dtype that results from PyTorch's type
-promotion. In the backward, let n = x · r(x) and v = dy · a · w::
+The function cast rounds to the dtype of x. The product with w has the dtype that PyTorch's type promotion gives. In the
+backward, let n = x · r(x) and v = dy · a · w::
 
     dx = r · (v − n · mean(v · n)),   dw = Σ_rows dy · a · n,   dgate = dy · w · n · a'
 
@@ -154,7 +154,7 @@ def _as_rows(groups: int, *tensors: Tensor) -> list[Tensor]:
     """Return the tensors [..., D] as [outer, H, D] with contiguous rows, without a copy where possible.
 
     H is 1 if there is a single group and all tensors are contiguous. Otherwise, H is the size of the second to last
-    dimension, which is the number of groups if there are several groups.
+    dimension. If there are several groups, H is the number of groups.
     """
     tensors = tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
     shape = tensors[0].shape
@@ -163,7 +163,7 @@ def _as_rows(groups: int, *tensors: Tensor) -> list[Tensor]:
 
 
 def _groups(x: Tensor, weight: Tensor | None) -> int:
-    """Return the number of groups, each of which has its own weight.
+    """Return the number of groups of rows that have different weights.
 
     If all rows share one weight, or if there is no weight, the result is 1.
     """
@@ -177,7 +177,9 @@ def _gradients_like(x: Tensor, gate: Tensor, weight: Tensor | None) -> tuple[Ten
 
 
 def _rows_of(x: Tensor, groups: int) -> tuple[int, int]:
-    """For x [outer, H, D], return how many rows share a weight, and how many of these rows each outer index has."""
+    """For x [outer, H, D], return the number of rows that share a weight, and how many of them have the same outer
+    index.
+    """
     inner = 1 if groups > 1 else x.shape[1]
     return x.shape[0] * inner, inner
 

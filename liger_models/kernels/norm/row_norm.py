@@ -66,7 +66,7 @@ def scale_rows(n, w, weight_offset, SCALE_IN_FP32: tl.constexpr, dtype: tl.const
 
 @triton.jit
 def _scale(n, w, b, weight_offset, CENTERED: tl.constexpr, SCALE_IN_FP32: tl.constexpr, dtype: tl.constexpr):
-    """Perform the last step of either norm. b is None if there is no bias."""
+    """Perform the last step of RMSNorm or LayerNorm: multiply by the weight, and add the bias b unless b is None."""
     if CENTERED:
         y = n * w.to(tl.float32)
         if b is not None:
@@ -103,7 +103,7 @@ def _norm_kernel(
     CENTERED: tl.constexpr, SCALE_IN_FP32: tl.constexpr, ONE_TILE: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program normalizes one row of x [N, C]. x_n is the distance between rows of x."""
+    """Each program normalizes one row of x [N, C]. ``x_n`` is the stride of the rows of x."""
     await_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * C
     x_ptr += tl.program_id(0).to(tl.int64) * x_n
@@ -279,8 +279,8 @@ def _rms_norm_backward_wide_kernel(
 def _rms_norm_weight_gradient_kernel(
     dy_ptr, h_ptr, rstd_ptr, dw_ptr, N, C, SCALE_IN_FP32: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Compute BLOCK columns of a partial sum of dw. If there are n programs for these columns (``num_programs(1)``),
-    the partial sum is over every n-th row.
+    """Compute BLOCK columns of a partial sum of dw. With n programs for these columns (``num_programs(1)``), a program
+    sums over every n-th row.
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < C

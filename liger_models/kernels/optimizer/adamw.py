@@ -185,7 +185,8 @@ def _update(
 ):  # fmt: skip
     """Update up to BLOCK elements of a tensor.
 
-    The elements begin at index ``start``. From this index on, the tensor has ``remaining`` elements.
+    ``start`` is the index of the first of these elements. ``remaining`` is the number of elements from this index to
+    the end of the tensor.
     """
     at = start + tl.arange(0, BLOCK)
     p_ptr = _tensor_at(row + 4, P_DTYPE, ALIGNED) + at

@@ -165,7 +165,7 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def _iterate(x: Tensor, product: Callable[..., Tensor]) -> Tensor:
-    """Iterate X ← a · X + (b · A + c · A²) X, where ``product`` computes A = X Xᵀ and b · A + c · A².
+    """Iterate X ← a · X + (b · A + c · A²) X with A = X Xᵀ. ``product`` computes A, and then b · A + c · A².
 
     A matrix with more rows than columns is transposed before and after the iteration.
     """

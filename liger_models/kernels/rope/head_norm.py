@@ -66,7 +66,7 @@ def store_weight_gradients(
 def backward_launch(packed: Tensor, constants: dict[str, int], need_dw: bool, whole: bool = False) -> tuple[int, int]:
     """Return how many programs share the work on a chunk of heads, and how many tokens a program processes at a time.
 
-    The programs of a chunk divide the tokens among them.
+    The tokens are split among the programs of a chunk.
 
     Args:
         packed: [B, T, W], the packed projection.

@@ -80,8 +80,8 @@ def qkv_norm_rope_reference(
 def _slots(chunk, G: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr):
     """Return four tensors [ROWS, 1] that describe a program's heads.
 
-    For each head, the tensors hold its index in the packed row, its KV head, its index in the group of this KV head,
-    and whether the head exists.
+    For each head, the tensors hold the index of the head in the packed row, the index of its group, its index within
+    the group, and whether the head exists. There is one group for each KV head.
     """
     slot = chunk * ROWS + tl.arange(0, ROWS)[:, None]
     return slot, slot // (GROUP + PARTS), slot % (GROUP + PARTS), slot < G * (GROUP + PARTS)

@@ -83,9 +83,9 @@ def choose(condition, a, b):
     """Return the pointers ``a`` where ``condition`` holds, and ``b`` elsewhere.
 
     The pointers are converted to integers before one is selected, because AMD's compiler rejects ``tl.where`` if the
-    two pointers are into different tensors. Adding an offset to reach the other tensor does not work either, because
-    offsets in a tensor of less than 2 GB are truncated to 32 bits. On other GPUs, integer addresses compile to the same
-    instructions as pointers.
+    two pointers are into different tensors. Reaching the other tensor by an offset from one pointer does not work
+    either, because offsets in a tensor of less than 2 GB are truncated to 32 bits. On other GPUs, integer addresses
+    compile to the same instructions as pointers.
     """
     return tl.where(condition, a.to(tl.int64), b.to(tl.int64)).to(a.dtype)
 
@@ -138,7 +138,8 @@ def load_heads(
 def store_heads(
     target, mask, y1, y2, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """Store pairs y1 and y2 [ROWS, BLOCK] to heads, rounded to the dtype of the pointers. This inverts `load_heads`.
+    """Store the pairs y1, y2 [ROWS, BLOCK] as elements of heads, rounded to the dtype of the pointers. This inverts
+    `load_heads`.
 
     Heads whose ``mask`` is False are not written.
     """
@@ -232,8 +233,8 @@ def _rope_qkv_kernel(
 def tables(cos: Tensor | None, sin: Tensor | None, stand_in: Tensor) -> tuple[Tensor, Tensor, int, int]:
     """Return ``(cos, sin, batch stride, position stride)``. The strides are the same for both tables.
 
-    The batch stride is 0 if the tables have one row for the whole batch. Without tables, ``stand_in`` is returned in
-    place of both tables. The kernel does not read ``stand_in``, because there are no pairs to rotate.
+    The batch stride is 0 if all rows of the batch share one table. Without tables, ``stand_in`` is returned in place of
+    both tables. The kernel does not read ``stand_in``, because there are no pairs to rotate.
     """
     if cos is None or sin is None:
         return stand_in, stand_in, 0, 0
