@@ -16,7 +16,7 @@ ADDITIONAL = "additional_chat_templates/*.jinja"
 def join_templates(files: dict[str, bytes], additional: Mapping[str, bytes]) -> dict[str, bytes]:
     """Move all templates to tokenizer_config.json. transformers reads templates from this file, too.
 
-    If the returned files are saved, the checkpoint therefore has no subfolder for additional templates.
+    A checkpoint with the returned files therefore needs no subfolder for additional templates.
 
     Args:
         files: contents of the checkpoint's files by name.

@@ -1,4 +1,4 @@
-"""Excludes functions from `torch.compile`, but does not import the compiler: importing it takes half a second."""
+"""Excludes functions from `torch.compile` without importing the compiler, which would take half a second."""
 
 import functools
 import sys
@@ -11,7 +11,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: Function) -> Function:
-    """Decorate as `torch.compiler.disable` does, but do not import the compiler unless it is already imported."""
+    """Do what the decorator `torch.compiler.disable` does, but do not import the compiler unless it is already
+    imported.
+    """
     disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)

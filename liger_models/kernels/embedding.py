@@ -2,10 +2,10 @@
 
 The forward is y_n = w[id_n]. In the backward, dw[v] is the sum of dy_n over all n with id_n = v, in fp32 and in the
 order of n. dw[v] is 0 if no id is v. The ids are sorted first, so that equal ids are neighbors. In a first kernel, each
-program goes through a chunk of `CHUNK` sorted ids. If all ids of a table row are in one chunk, the kernel writes the
-row's sum. If the ids extend over several chunks, the kernel writes a partial sum in fp32 for each of these chunks. A
-second kernel adds the partial sums of a row in the order of the chunks. There are no atomic additions, so repeated runs
-are bitwise identical.
+program goes through a chunk of `CHUNK` sorted ids. If all occurrences of an id are in one chunk, the kernel writes the
+sum for the row of this id. If they extend over several chunks, the kernel writes a partial sum in fp32 for each of
+these chunks. A second kernel adds the partial sums of a row in the order of the chunks. There are no atomic additions,
+so repeated runs are bitwise identical.
 
 Only the ids are saved for the backward.
 """
@@ -39,9 +39,9 @@ def _rows_kernel(
 ):
     """Sum the rows of dy that have equal ids, for CHUNK sorted ids and BLOCK columns.
 
-    ``partial`` [chunks, 2, C] holds two partial sums for each chunk. The first partial sum belongs to the row whose ids
-    begin in an earlier chunk. The second partial sum belongs to the row whose ids begin in this chunk and end in a
-    later chunk.
+    ``partial`` [chunks, 2, C] holds two partial sums for each chunk. The first partial sum is for the id that the chunk
+    shares with the chunk before it. The second partial sum is for the id whose first occurrence is in this chunk, and
+    whose last occurrence is in a later chunk.
     """
     chunk = tl.program_id(0).to(tl.int64)
     first = chunk * CHUNK
@@ -76,7 +76,7 @@ def _partials_kernel(
     ids_ptr, dw_ptr, partial_ptr, N, C, padding, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums of the row whose ids begin in this program's chunk and end in a later chunk."""
+    """Add the partial sums for the id that begins in the chunk of this program and ends in a later chunk."""
     chunk = tl.program_id(0).to(tl.int64)
     last = (chunk + 1) * CHUNK - 1
     if last + 1 >= N:

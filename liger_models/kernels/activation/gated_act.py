@@ -1,8 +1,8 @@
 """Gated activations (SwiGLU, GeGLU) of a packed projection, in which gate and up are interleaved.
 
-Element 2f of ``gate_up`` is gate f, and element 2f + 1 is up f. With this order, if the indices f are divided among
-ranks, each rank gets a contiguous slice of the rows of the projection's weight. The forward computes the activation in
-fp32. s stands for ``gate_scale``, which is usually 1::
+Element 2f of ``gate_up`` is gate f, and element 2f + 1 is up f. With this order, dividing the indices f among ranks
+gives each rank a contiguous slice of the rows of the projection's weight. The forward computes the activation in fp32.
+s stands for ``gate_scale``, which is usually 1::
 
     a = cast(act(s · gate))               cast to the input dtype before the product, as in Hugging Face's models
     y = cast(a · up)

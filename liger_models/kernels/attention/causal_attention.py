@@ -4,7 +4,7 @@ to 256.
 Queries and keys have D columns, and values have V columns. There are T queries and S keys, and query i is token i + S −
 T. A query sees a key if the key belongs to the query's document, is not after the query, and is fewer than ``window``
 tokens before the query. Let s_ij = scale · log2 e · q_i · k_j, and let m_i be a number near the largest s_ij of query
-i. Σ_j is a sum over the keys that query i sees. The forward computes in fp32::
+i. Sums over j are over the keys that query i sees. The forward computes in fp32::
 
     Σ_i  = Σ_j exp2(s_ij − m_i)
     p_ij = exp2(s_ij − m_i) / Σ_i
@@ -22,12 +22,12 @@ q, as the forward rounds the attention weights.
 
 The forward and the backward each run several kernels, because a single kernel would need too many registers. With a
 head dimension of 512, the o of 128 queries would fill all registers of a Hopper multiprocessor, and so would the dk and
-dv of 64 keys. With fewer queries or keys per program, more bytes would have to be loaded than the multiprocessors can
-take in. At this head dimension, writing and reading the attention weights takes little time compared with the matrix
-products that use them. One kernel therefore writes the visible tiles of the weights to a workspace, for some queries
-and heads at a time. In the backward, another kernel writes the tiles of p and ds. Plain matrix products then read these
-tiles. The forward takes 2 matrix products and the backward takes 5, including the products from which the tiles are
-computed. The kernels run in this order::
+dv of 64 keys. With fewer queries or keys per program, the kernel would have to load more bytes per second than the
+multiprocessors can take in. At this head dimension, writing and reading the attention weights takes little time
+compared with the matrix products that use them. One kernel therefore writes the visible tiles of the weights to a
+workspace, for some queries and heads at a time. In the backward, another kernel writes the tiles of p and ds. Plain
+matrix products then read these tiles. The forward takes 2 matrix products and the backward takes 5, including the
+products from which the tiles are computed. The kernels run in this order::
 
     forward                                             backward
     weights_kernel         tiles of exp2(s − m)         row_products_kernel      δ

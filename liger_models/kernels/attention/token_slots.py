@@ -1,4 +1,4 @@
-"""One kernel that computes, for the next tokens of each row in a paged cache, their positions, slots and pages.
+"""One kernel that computes the positions, slots and pages of the next tokens of each row in a paged cache.
 
 Let ``table`` be the pages of a row with L cached tokens, and let P be the number of tokens per page. The i-th of the
 row's next n tokens (i < n) has the position p = L + offset + i::

@@ -7,8 +7,8 @@ later query tile has more places than an earlier query tile. Query tiles are pai
 same number of keys in total. The places of a slot then form a rectangle. If the number of query tiles is even, the last
 tile is paired with the first, the second to last with the second, and so on. If the number of query tiles is odd, the
 last tile has no partner, and the other tiles are paired in the same way. For example, query tiles 0 to 4 make 3 pairs
-with 5 places each. The table shows which query tile each place belongs to. The key tiles of a query tile are at
-consecutive places, in order::
+with 5 places each. In the table below, each number is a place, and names the query tile to which the place belongs. The
+key tiles of a query tile are at consecutive places, in order::
 
     pair 0    4 4 4 4 4
     pair 1    3 3 3 3 0
@@ -160,7 +160,7 @@ class Launch(NamedTuple):
 def parts_of_queries(
     T: int, S: int, block_m: int, block_n: int, matrices: int
 ) -> tuple[int, list[tuple[int, int, int]]]:
-    """Divide the queries into parts that see about equally many keys, summed over the queries of a part.
+    """Divide the queries into parts with about equal numbers of (query, key) pairs in which the query sees the key.
 
     Return the number of heads per launch, and the parts. Each part is a tuple: its first query, its number of query
     tiles, and the number of places per pair of query tiles. For this number of heads, the workspace has room for one

@@ -1,8 +1,8 @@
 """Normalizes and rotates the rows of latent attention, and writes them into the pages of a cache, in place.
 
-A new token n has a latent c_n of its keys and values, and a part r_n of its key that all heads share. The token usually
-also has a latent q_n of its queries. N_c and N_q are RMSNorms, and slots are as in `write_pages`. Pages have one row
-per token::
+A new token n has a latent c_n, from which its keys and values are computed, and r_n, the part of its key that all heads
+share. Usually, the token also has a latent q_n, from which its queries are computed. N_c and N_q are RMSNorms, and
+slots are as in `write_pages`. Pages have one row per token::
 
     pages[s // P, s % P] = [N_c(c_n), rotate(r_n)]        with s = slots[n] >= 0
     q'_n = N_q(q_n)

@@ -659,8 +659,8 @@ def pad_columns(data: Tensor) -> Tensor:
 def scaled_product(a: Float8, b: Float8, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """Compute ``a @ bᵀ`` [M, N] in ``dtype`` from rounded matrices ``a`` [M, K] and ``b`` [N, K].
 
-    N must be a multiple of 16. With ``fast``, NVIDIA's hardware keeps fewer bits of the sums. This precision suffices
-    for y.
+    N must be a multiple of 16. With ``fast``, NVIDIA's hardware keeps fewer bits of the sums. This precision is
+    sufficient for the product that computes y.
     """
     M, N = a.data.shape[0], b.data.shape[0]
     if M == 0 or a.data.shape[1] == 0:

@@ -18,9 +18,9 @@ recipe or a bias needs them. Weights are rounded in the forward and again in the
 
 The forward saves the same tensors as `gated_mlp` and, with one scale per operand, the largest absolute values of N(h),
 Wgu, A(u) and Wd. With ``recompute``, u is not saved, and large numbers of rows are processed in chunks, as in
-`gated_mlp`. With a recipe that has one scale per operand, each chunk of an operand then has its own scale. For some
-operands, this scale is computed from the rows of the chunk alone. For the others, it is computed from all rows up to
-the end of the chunk.
+`gated_mlp`. With a recipe that has one scale per operand, each chunk of an operand then has its own scale. The forward
+computes this scale from all rows up to the end of the chunk. The backward computes the scales of dy, du and A(u) from
+the rows of the chunk alone, and the scale of N(h) from all rows.
 
 Source: https://arxiv.org/abs/2002.05202 (gated MLP), https://arxiv.org/abs/2209.05433 (float8 training).
 """

@@ -15,8 +15,8 @@ multiply and add. The operands of matrix units hold neighboring weights as pairs
   weight is then number · 2 (u - t) + p · (3 t - 2 u). All factors in this formula are exact in bfloat16, and so is its
   result. Computing this formula for a pair takes three instructions.
 - "products": the numbers or the scales are in fp32, and each number is multiplied by its scale in fp32 and rounded.
-  Shared memory holds 16 copies of the table of pairs, in fp32, and each lane reads a pair of eight bytes. Multiplying
-  both numbers of a pair and rounding the products takes three instructions.
+  Shared memory holds 16 copies of the table of pairs. The pairs are in fp32, so each lane reads eight bytes per pair.
+  Multiplying both numbers of a pair and rounding the products takes three instructions.
 
 One instruction of the matrix units computes A [16, 16] @ B [16, 8], and adds it to 16 · 8 sums. If x has several rows,
 the rows of A are rows of W, and the columns of B are rows of x. With a single row of x, this layout would leave seven

@@ -2,9 +2,9 @@
 
     W = bf16(code · scale)        one scale per block of 128 columns and several rows, or for all columns
 
-In the checkpoint, several rows share their scales. In memory, each row has its own copy of the scales, so that a packed
-projection can interleave the rows of several matrices. W is dequantized in one pass before each product, and freed
-after the product. The dequantized W is identical to the weight of a model that loads the checkpoint in bfloat16.
+In the checkpoint, several rows share the same scales. In memory, each row has its own copy of these scales, so that a
+packed projection can interleave the rows of several matrices. W is dequantized in one pass before each product, and
+freed after the product. The dequantized W is identical to the weight of a model that loads the checkpoint in bfloat16.
 
 If x has few rows, as in a decoding step, the forward does not dequantize W in memory. A kernel reads the codes, and
 dequantizes each tile of W in registers right before the product. The tiles have the same elements as a W that is
@@ -67,7 +67,7 @@ cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff00
 
 @triton.jit
 def _numbers(codes, scales):
-    """Compute the products of codes and scales in float32. The caller rounds them to bfloat16."""
+    """Compute the products of codes and scales in float32. The caller rounds the products to bfloat16."""
     return codes.to(tl.float32) * scales.to(tl.float32)
 
 
@@ -130,9 +130,9 @@ def _block_row_kernel(
 ):  # fmt: skip
     """Compute ROWS results for a single row of x; each step reads BLOCKS blocks of each row of W.
 
-    BY_ROW means that all blocks of a row share its only scale. The next kernel may start only when all programs of this
-    kernel have read their rows. If the next kernel had many small programs and started earlier, these would be
-    distributed unevenly over the multiprocessors.
+    BY_ROW means that each row has a single scale, which all of its blocks share. The next kernel may start only when
+    all programs of this kernel have read their rows. If the next kernel has many small programs and started earlier,
+    its programs would be distributed unevenly over the multiprocessors.
     """
     COLUMNS: tl.constexpr = BLOCKS * WIDTH
     RUNS: tl.constexpr = COLUMNS // RUN

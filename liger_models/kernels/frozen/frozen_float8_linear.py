@@ -141,7 +141,9 @@ def _dense_kernel(code_ptr, scale_ptr, w_ptr, C, BLOCK: tl.constexpr):
 
 
 def float8_dense(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize a matrix or stacked experts to ``dtype``. There are codes [..., C], and one scale per row, [...]."""
+    """Dequantize a matrix or stacked experts to ``dtype``. The weight consists of codes [..., C], and of one scale per
+    row, [...].
+    """
     if not (use_triton(scales) and converts(codes.device) and codes.is_contiguous()):
         return codes.to(dtype).mul_(scales[..., None])  # codes are exact in every dtype; the product is in fp32
     weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)

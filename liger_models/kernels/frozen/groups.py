@@ -5,9 +5,9 @@ In each row, a group of columns shares a scale.
     W = rounded(number(code) · scale)
 
 A byte holds the codes of two neighboring columns, with the code of the first column in the lower half. The formats
-differ in the numbers that the 16 codes stand for and in how scales are stored. The product of a code's number and its
-scale is computed in fp32 and rounded once, to bfloat16 (or to float16, see `GroupConstants`). The dequantized W is
-identical to the weight of a model that loads the checkpoint as dense weights.
+differ in the numbers that the 16 codes stand for and in how scales are stored. The product of the number and the scale
+is computed in fp32 and rounded once, to bfloat16 (or to float16, see `GroupConstants`). The dequantized W is identical
+to the weight of a model that loads the checkpoint as dense weights.
 
 W is dequantized in one pass before each product, and freed after the product. If x has few rows, as in a decoding step,
 the forward does not dequantize W in memory. A kernel reads the codes, and dequantizes each tile of W in registers right
@@ -301,7 +301,7 @@ def takes_group(width: int) -> bool:
 
 
 def kind_of(scales: Tensor, pairs: int, constants: GroupConstants) -> str | None:
-    """Return the ``kind`` of `code_rows` that fits groups of ``pairs`` bytes, or None if no kind fits."""
+    """Return the ``kind`` with which `code_rows` supports groups of ``pairs`` bytes, or None if there is none."""
     if constants.HALF:
         return None
     exact = constants.SCALES == "e8m0" or (scales.dtype == torch.bfloat16 and not constants.WHOLE)

@@ -142,9 +142,9 @@ class NormalFloat4(Format):
     tensor, ``factors``.
 
     For tensor parallelism (`slices`), each rank needs the factors of its own scales, but scales that share a factor may
-    be in different slices. Several copies of each factor are therefore stored. Each copy then belongs to fewer
-    consecutive scales, so few that they are all in the same slice. Every rank also needs the mean and the table, so for
-    slices, these two form a separate tensor, ``constants``.
+    be in different slices. Several copies of each factor are therefore stored. Each copy then belongs to a shorter run
+    of consecutive scales, which are all in the same slice. Every rank also needs the mean and the table, so for slices,
+    these two form a separate tensor, ``constants``.
     """
 
     name = "nf4"
@@ -203,7 +203,7 @@ class NormalFloat4(Format):
         return nf4_rows(x, bias, packed, sizes, act, low_rank) if takes_nf4_rows(x, packed, sizes) else None
 
     def pack(self, weight: FrozenWeight) -> dict[str, Tensor]:
-        """Return the tensors unchanged for experts, and with one row per block for a single matrix."""
+        """For experts, return the tensors unchanged. For a single matrix, give codes and scales one row per block."""
         if len(weight.shape) == 3:
             return super().pack(weight)
         codes, scales, factors, mean, table = weight.tensors

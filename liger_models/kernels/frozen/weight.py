@@ -5,9 +5,9 @@ weight after the product. If there are few rows, as in a decoding step, the forw
 without dequantizing the weight in memory. For the backward, only the stored tensors are saved, which takes no
 additional memory.
 
-Layers, ops, loading, saving and sharding know only the class `FrozenWeight`. Everything that is specific to a format is
-in a subclass of `Format`. Each format is defined and registered in one file. The first two formats quantize dense
-weights, and the other formats keep the codes and scales of a checkpoint::
+The code of layers, ops, loading, saving and sharding depends only on the class `FrozenWeight`. Everything that is
+specific to a format is in a subclass of `Format`. Each format is defined and registered in one file. The first two
+formats quantize dense weights, and the other formats keep the codes and scales of a checkpoint::
 
     nf4       `nf4_linear`: 4-bit codes with 8-bit scales
     float8    `frozen_float8_linear`: e4m3 codes with one scale per row, multiplied in float8 on devices that can do so

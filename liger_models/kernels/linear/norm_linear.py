@@ -19,9 +19,9 @@ recomputes the normalized rows for dA and dB, too. Gradients that are not needed
 has the dtype of its input. The backward is a single op, so that compilers do not see that N(h) is recomputed. A
 compiler that saw the recomputation would save N(h) in the forward instead.
 
-A frozen W may be quantized (`FrozenWeight`). The products with W then run in float8, or W is dequantized twice: before
-the product that computes y, and before the product that computes dn. After each product, the dequantized W is freed.
-Only the quantized W is saved, which takes no additional memory.
+A frozen W may be quantized (`FrozenWeight`). If so, either the products with W run in float8, or W is dequantized
+twice: before the product that computes y, and again before the product that computes dn. After each product, the
+dequantized W is freed. Only the quantized W is saved, which takes no additional memory.
 
 With ``ranks``, each rank has its own rows of W, and dn is summed over the ranks before N' is applied. With
 ``ranks.sequence_parallel``, each rank also has its own tokens. N(h) is then gathered before each product that uses

@@ -107,7 +107,7 @@ def scans_kernel(
 ):  # fmt: skip
     """Run the two scans of the backward, each in half of the programs. The scans do not depend on each other.
 
-    The programs of the longer scan come first. On an H200, this launch takes 0.8 times as long as a separate launch for
+    The programs of the longer scan come first. On an H200, this launch takes 0.8 times as long as two launches, one for
     each scan.
     """
     programs = tl.num_programs(0) // 2

@@ -15,7 +15,7 @@ would lose accuracy."""
 
 @triton.jit
 def load_rows(ptr, rows, stride, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Load rows of a matrix [tokens, WIDTH]. Rows from ``end`` on are 0."""
+    """Load rows of a matrix [tokens, WIDTH]. Row ``end`` and all later rows are 0."""
     columns = tl.arange(0, BLOCK)[None, :]
     return tl.load(ptr + rows[:, None] * stride + columns, mask=(rows < end)[:, None] & (columns < WIDTH), other=0.0)
 
@@ -103,7 +103,7 @@ def _add_dots(sum, left, right, PRECISION: tl.constexpr):
 
 @triton.jit
 def _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, ROW: tl.constexpr):
-    """Load three numbers for each of the 16 rows from ``ROW`` on: the running sum of g, β / |k|, and 1 / |k|."""
+    """For 16 rows, beginning at row ``ROW``, load three numbers each: the running sum of g, β / |k|, and 1 / |k|."""
     rows = ROW + tl.arange(0, 16)
     norm = tl.load(k_norm_ptr + rows, mask=rows < count, other=0.0)
     beta = tl.load(factor_ptr + rows, mask=rows < count, other=0.0)
@@ -142,7 +142,7 @@ def _store_block(a_ptr, x, count, ROW: tl.constexpr, COLUMN: tl.constexpr, C: tl
 def store_inverse(
     a_ptr, count, m00, m11, m22, m33, m10, m20, m21, m30, m31, m32, C: tl.constexpr, PRECISION: tl.constexpr
 ):
-    """Compute A [C, C] of a chunk from the ten blocks [16, 16] of M on and below the diagonal, and store it."""
+    """Compute A [C, C] of a chunk from the ten blocks [16, 16] of M that are on or below the diagonal, and store A."""
     none = tl.zeros([16, 16], tl.float32)
     a00, a11 = _invert_block(m00, PRECISION), _invert_block(m11, PRECISION)
     a22, a33 = _invert_block(m22, PRECISION), _invert_block(m33, PRECISION)
@@ -228,7 +228,9 @@ def inverse_kernel(
 
 @triton.jit
 def owned_columns(program, Hv: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Return the document, value head, key head and columns of the state that a program of a scan computes."""
+    """For a program of a scan, return its document, value head, key head, and the columns of the state that it
+    computes.
+    """
     BLOCKS: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
     head = (program // BLOCKS % Hv).to(tl.int64)
     columns = program % BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)

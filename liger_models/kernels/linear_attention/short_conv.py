@@ -351,7 +351,8 @@ def short_conv(
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute a causal depthwise convolution with up to four weights per channel, and its activation.
+    """Compute a causal depthwise convolution with up to four weights per channel, and apply the activation to the
+    result.
 
     Args:
         x: [B, T, C], float32, float16 or bfloat16.

@@ -12,7 +12,7 @@ def sums_kernel(
 ):  # fmt: skip
     """Store G · log2(e) and δ as [2, H, tokens]. G holds the running sums of g within each chunk.
 
-    A program computes HEADS heads of one chunk. The factor log2(e) is stored with G because this saves one
+    A program computes HEADS heads of one chunk. G is multiplied by log2(e) once in this kernel, which saves one
     multiplication per exponential in the other kernels.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
@@ -138,9 +138,9 @@ def scans_kernel(
 
 @triton.jit
 def _load_tile(ptr, index, stride, count, WIDTH: tl.constexpr, BLOCK: tl.constexpr, start=0):
-    """Load a tile [rows, BLOCK] of a matrix [tokens, WIDTH], from column ``start`` on, with 32-bit offsets.
+    """Load a tile [rows, BLOCK] of a matrix [tokens, WIDTH], beginning at column ``start``, with 32-bit offsets.
 
-    Rows from ``count`` on are 0.
+    Row ``count`` and all later rows are 0.
     """
     columns = start + tl.arange(0, BLOCK)[None, :]
     mask = (index < count)[:, None]
@@ -151,7 +151,7 @@ def _load_tile(ptr, index, stride, count, WIDTH: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _load_state(ptr, N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, start=0):
-    """Load the BLOCK_P columns from column ``start`` on, with all rows, of a state [N, P]."""
+    """Load BLOCK_P columns of a state [N, P], beginning at column ``start``, with all rows."""
     rows, columns = tl.arange(0, BLOCK_N)[:, None], start + tl.arange(0, BLOCK_P)[None, :]
     if N == BLOCK_N and P % BLOCK_P == 0:
         return tl.load(ptr + (rows * P + columns))
@@ -207,7 +207,9 @@ def _head_gradients(
     H: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr,
     BLOCK_P: tl.constexpr, HAS_D: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients for one of a chunk's two tiles, and the sums over the pairs of tokens in this tile."""
+    """Compute the gradients for one of the two tiles of a chunk, and the sums over pairs of tokens that are both in
+    this tile.
+    """
     TILE: tl.constexpr = C // 2
     BEGIN: tl.constexpr = 0 if FIRST else TILE
     index, columns = tl.arange(0, TILE), tl.arange(0, BLOCK_P)
@@ -318,7 +320,8 @@ def head_gradients_kernel(
     P: tl.constexpr, BLOCK_P: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_D: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """For HEADS heads, compute dx, dδ, partial sums of dD, and the gradient of each C_i · B_j, summed over these heads.
+    """For HEADS heads, compute dx, dδ and partial sums of dD. Sum the gradient of each product C_i · B_j over these
+    heads.
 
     A chunk has two tiles of tokens and three programs: one program for each tile, and one for the pairs of tokens in
     different tiles. The decays between tokens depend on the running sums of g. The kernel therefore also computes what
@@ -368,8 +371,8 @@ def shared_gradients_kernel(
     """Compute BLOCK_N columns of dC or, with REVERSE, of dB, summed over HEADS heads, for a tile of tokens of a chunk.
 
     Without REVERSE, ``v``, ``own``, ``other`` and ``states`` are dy, C, B and S. With REVERSE, these arguments are x,
-    B, C and dS. Without REVERSE, the kernel also computes ``read`` [blocks, H, tokens]: the share of each head in C_i ·
-    dC_i, counting only the term with the state.
+    B, C and dS. Without REVERSE, the kernel also computes ``read`` [blocks, H, tokens]: for each block of BLOCK_N
+    columns and each head, the part of C_i · dC_i that comes from the state before the chunk.
     """
     TILE: tl.constexpr = C // 2
     tile, slot = tl.program_id(0) % 2, (tl.program_id(0) // 2).to(tl.int64)

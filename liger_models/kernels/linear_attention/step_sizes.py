@@ -4,8 +4,8 @@ For each token and head, the step size δ and the logarithm g of the decay are c
 
     δ = clamp(softplus(d + bias), limits),   g = −exp(A) · δ
 
-A is the logarithm of the head's decay rate. If gradients are needed, δ and g are computed in plain PyTorch. If not, as
-in decoding, one kernel computes δ and g.
+A is the logarithm of the head's decay rate. If gradients are needed, δ and g are computed in plain PyTorch. If no
+gradients are needed, as in decoding, one kernel computes δ and g.
 """
 
 import torch

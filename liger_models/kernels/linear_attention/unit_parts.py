@@ -52,10 +52,10 @@ def _unit_parts_kernel(
     """For TOKENS tokens, move BLOCK elements of one part from x to the output that holds the part or, with BACK, back
     to x.
 
-    In x, part p has SIZES[p] columns per unit, from column STARTS[p] of the unit on. In output OUTPUTS[p], part p has
-    WIDTHS[p] columns for all units together, from column COLUMNS[p] on. This output has TOTALS[p] columns. PROGRAMS
-    programs share a group of TOKENS tokens. Among these programs, FIRST[p] is the index of the first one that moves
-    part p.
+    In x, part p has SIZES[p] columns per unit, beginning at column STARTS[p] of the unit. In output OUTPUTS[p], part p
+    has WIDTHS[p] columns for all units together, beginning at column COLUMNS[p]. This output has TOTALS[p] columns.
+    PROGRAMS programs share a group of TOKENS tokens. Among these programs, FIRST[p] is the index of the first one that
+    moves part p.
     """
     group, program = tl.program_id(0) // PROGRAMS, tl.program_id(0) % PROGRAMS
     token = group.to(tl.int64) * TOKENS

@@ -17,8 +17,8 @@ exp(z − lse)::
     dlogit_j = dz_j · logit_scale · (1 − (z_j / softcap)²)      with a softcap
 
 If the target of a row is ``ignore_index``, loss, logp and gradient of the row are 0. A target outside the vocabulary
-raises an error on the CPU. On an accelerator, such a target gives NaN instead of an error, because the host would have
-to wait for the device to raise one.
+raises an error on the CPU. On an accelerator, such a target gives NaN instead of an error, because the host could raise
+an error only after it has waited for the device.
 
 If the loss is a scalar (reduction "mean" or "sum"), the forward also computes the gradient, in the same kernel. The
 kernel reads each row twice, and the second read hits the cache. For per-token results, and in compiled graphs, the

@@ -216,9 +216,9 @@ def _row_statistics(
 ):  # fmt: skip
     """Compute D of a row, and the numbers from which the gradient of D is computed.
 
-    These numbers are: for each model, the maximum and the log-sum-exp of the logits; Σ ``a``; and the student's
-    log-sum-exp at temperature 1. For the divergence "cosine", norms are returned in place of log-sum-exps, and the
-    cosine is returned in place of Σ ``a``.
+    These numbers are: for each model, the maximum and the log-sum-exp of the logits; Σ ``a``, as defined in the
+    module's docstring; and the student's log-sum-exp at temperature 1. For the divergence "cosine", norms are returned
+    in place of log-sum-exps, and the cosine is returned in place of Σ ``a``.
     """
     # In a first read of both models' rows, compute the online softmax of each row or, for cosine, three dot products.
     columns = tl.arange(0, BLOCK)

@@ -14,10 +14,10 @@ products compute the chunk's dx and its part of dweight. The formulas for a row 
   must recompute the logits. The forward and the backward together take four matrix products. The forward saves x,
   weight and lse.
 
-In fp16, the gradients of a mean over many tokens could underflow. Each token's loss has a factor, which for a mean is 1
-/ number of tokens. These factors are therefore divided by a power of two, the same for all tokens, before the gradient
-of the logits is rounded. At the end, the results are multiplied by the same power of two. This multiplication causes no
-rounding error.
+In fp16, the gradients of a mean over many tokens could underflow. The loss of each token is multiplied by a factor,
+which for a mean is 1 / (number of tokens). Before the gradient of the logits is rounded, the factors of all tokens are
+therefore divided by the same power of two. At the end, the results are multiplied by this power of two. This
+multiplication causes no rounding error.
 
 The host never waits for the device. Gradients that are not needed, such as the gradients of frozen inputs, are not
 computed. The loop over chunks is in `row_chunks.py`.
@@ -247,7 +247,8 @@ def _walk_chunks(
     c: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[list[Tensor], HeadGradients]:
-    """Process all rows in chunks: compute their statistics, and the gradients dx, dweight and dbias that are needed.
+    """Process all rows in chunks: compute the statistics of the rows, and those of the gradients dx, dweight and dbias
+    that are needed.
 
     If ``lse`` is given, the statistics are known and are not computed again. ``a`` [N] and ``c`` [N] are the upstream
     gradients of the losses and of the log-probabilities.

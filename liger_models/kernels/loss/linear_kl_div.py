@@ -91,7 +91,9 @@ def _linear_kl_div_kernel(
     logits_stride, p_stride, gradient_stride, V, ignore_index, eps, inverse_temperature, softcap, logit_scale,
     GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes D of one row [V]. With GRADIENT, it also computes the gradient of the row's logits."""
+    """Each program computes D of one row [V]. With GRADIENT, the program also computes the gradient of the row's
+    logits.
+    """
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * logits_stride
     p_ptr += row.to(tl.int64) * p_stride

@@ -146,7 +146,7 @@ def _gradient_kernel(
 def _statistics(
     logits: Tensor, target: Tensor, options: LossOptions, *, predict: bool = False, gradient: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Return the log-probability, the entropy, lse [N, 2] and, with ``predict``, the most probable token of each row.
+    """For each row, return the log-probability, the entropy, lse [N, 2] and, with ``predict``, the most probable token.
 
     Args:
         gradient: [N, V], to which the gradient of the negative log-probabilities is written.
@@ -434,8 +434,8 @@ class LogProbsOfSum(torch.autograd.Function):
 
 
 def _common_value(c: Tensor, valid: Tensor) -> Tensor | None:
-    """Return the common value [] of those elements of ``c`` [N] for which ``valid`` is True, or None if these elements
-    differ.
+    """If all elements of ``c`` [N] for which ``valid`` is True have the same value, return this value []. Otherwise,
+    return None.
     """
     if c.numel() == 0:
         return c.new_zeros(())

@@ -62,7 +62,7 @@ def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None, *, trai
     """Return a number of rows per chunk. With it, each chunk fits into the budget, and all chunks have about the same
     size.
 
-    The result is a multiple of ROW_MULTIPLE, because matrix products are then fast.
+    The result is a multiple of ROW_MULTIPLE, which makes matrix products fast.
 
     Args:
         N: number of rows.
@@ -160,7 +160,7 @@ def _concatenate(sums: list[Tensor]) -> Tensor:
 def logits_buffer(x: Tensor, V: int, rows: int, dtype: torch.dtype | None = None) -> Tensor:
     """Allocate a buffer for the logits of up to ``rows`` rows of x.
 
-    The rows of the buffer are aligned, because matrix products are then fast.
+    The rows of the buffer are aligned, which makes matrix products fast.
     """
     buffer = x.new_empty(min(rows, len(x)), cdiv(V, COLUMN_MULTIPLE) * COLUMN_MULTIPLE, dtype=dtype)
     if x.device.type == "cpu":
@@ -203,7 +203,7 @@ class Gradients:
         self._begun = True
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply dweight and dbias, as accumulated so far, by ``factor`` []."""
+        """Multiply the sums so far of dweight and dbias by ``factor`` []."""
         for total in (*self._sums, self._dbias):
             scale_(total, factor)
 

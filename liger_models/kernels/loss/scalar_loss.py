@@ -228,6 +228,6 @@ class HandOver(torch.autograd.Function):
 
 
 def _split_results(outputs: Any, indices: tuple[int, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-    """Split the outputs of an op, as `HandOver` describes them, into results, gradients and scale."""
+    """Split the outputs of an op, whose order `HandOver` describes, into results, gradients and scale."""
     count = len(outputs) - len(indices) - 1
     return outputs[:count], outputs[count:-1], outputs[-1]

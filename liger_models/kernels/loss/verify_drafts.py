@@ -55,7 +55,7 @@ def verify_drafts_reference(
 def _add_exponentials(most, total, x):
     """Add exp(x) to the sum of each lane, and return the new maxima and sums.
 
-    Each sum is relative to its lane's maximum.
+    The sum of a lane with the maximum m is stored as Σ exp(x − m).
     """
     higher = tl.maximum(most, x)
     base = tl.where(higher == float("-inf"), 0.0, higher)  # −inf if the lane has no finite number yet

@@ -3,8 +3,8 @@
 Within `batch_invariant`, every product with a weight runs `invariant_linear`. Attention, expert products and the head
 run batch-invariant implementations. All other kernels of this package are always batch-invariant: one program computes
 a whole row, and its block size depends only on the width of the row. If a module calls ``F.linear``, a PyTorch function
-mode intercepts the call. On the CPU, the mode also intercepts elementwise functions, because a CPU uses different
-instructions for the last elements of a tensor than for the other elements.
+mode intercepts the call. On the CPU, the mode also intercepts elementwise functions, because the last elements of a
+tensor are computed by other CPU instructions than the elements before them.
 """
 
 from collections.abc import Callable, Iterator, Sequence

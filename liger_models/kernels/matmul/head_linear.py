@@ -1,7 +1,7 @@
 """Multiplies a few rows by one matrix per head, for the absorbed projections of latent attention.
 
 A row x has one part x_h for each of H heads. The first K columns of each part are multiplied by the head's own matrix
-W_h [N, K]. The other R columns are rotated, as in `kernels.rope.rope`::
+W_h [N, K]. The last R columns of each part are rotated, as in `kernels.rope.rope`::
 
     y_h = [W_h · x_h[:K], rotate(x_h[K:])]        sums in fp32, one cast at the end
 
@@ -10,8 +10,9 @@ last R columns of the queries. In the same step, attention returns sums of laten
 multiplies these sums by the projections from latents to values.
 
 The matrices are parts of one weight. Either the rows or the columns of the matrices are contiguous, so the kernel takes
-the strides of the matrices as arguments. A program loads its whole part of a matrix before the previous kernel ends
-(see `overlap`). A single row is multiplied elementwise. With 2 to `MOST_ROWS` rows, the kernel uses matrix units.
+the strides of the matrices as arguments. Before the previous kernel ends (see `overlap`), a program loads the whole
+part of a matrix that it needs. If x has a single row, the row is multiplied elementwise. With 2 to `MOST_ROWS` rows,
+the kernel uses matrix units.
 
 Source: https://arxiv.org/abs/2405.04434.
 """

@@ -8,15 +8,15 @@
     z = x @ Wᵀ                            in fp32, for x and W of any dtypes (routers)
 
 If x has a single row, each program multiplies a few rows of W elementwise by x and sums the products. No partial sum
-goes through memory, and no matrix units are needed. If W has few rows, the kernels of libraries reach only two thirds
-of the memory bandwidth.
+goes through memory, and no matrix units are needed. For comparison, if W has few rows, the kernels of libraries reach
+only two thirds of the memory bandwidth.
 
 If x has 2 to `MOST_ROWS` rows, the kernel uses matrix units. If W has too few rows to occupy all multiprocessors, the
-columns of W are split among several programs, and a second kernel adds the programs' sums. If W is small, launching a
-second kernel would take longer than reading W. If x also has at most `MOST_SMALL_ROWS` rows, one kernel with smaller
-tiles therefore computes all sums.
+columns of W are split among several programs, and a second kernel adds the programs' sums. If W is small, however,
+launching a second kernel would take longer than reading W. If W is small and x has at most `MOST_SMALL_ROWS` rows, a
+single kernel with smaller tiles therefore computes all sums.
 
-x @ Aᵀ and z are computed by the kernel for a single row even if x has several rows. One program then computes each
+Even if x has several rows, x @ Aᵀ and z are computed by the kernel for a single row, with a separate program for each
 element of the result. If x has a single row, then on Hopper and later GPUs the kernel for y runs at the same time as
 the kernel for x @ Aᵀ. The kernel for y waits for x @ Aᵀ only after it has computed its own sums (see `overlap`).
 """

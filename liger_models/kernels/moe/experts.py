@@ -92,9 +92,9 @@ def moe_mlp_reference(
 ) -> Tensor:
     """Compute `moe_mlp` in plain PyTorch. The function is differentiable, and keeps fp64 inputs in fp64.
 
-    In the loop over the experts, the host waits for the number of rows of each expert. Compilers cannot trace this, so
-    the loop is a separate op. Quantized matrices are dequantized at the start. With dropout, this function drops other
-    elements than `moe_mlp`.
+    The function loops over the experts, and the host waits for the number of rows of each expert. Compilers cannot
+    trace this wait, so the loop is a separate op. Quantized matrices are dequantized at the start. With dropout, the
+    dropped elements are not the same as in `moe_mlp`.
     """
     gate_up_weight, down_weight = dense(gate_up_weight), dense(down_weight)
     N, K = experts.shape

@@ -83,7 +83,7 @@ GROUPED_PRODUCT = define_op(
 def _rows_of_tile(tile, ends_ptr, X, BLOCK_X: tl.constexpr, BLOCK_ROWS: tl.constexpr):
     """Return the expert of a tile's rows, the tile's first row, and the end of the expert's rows.
 
-    If the tile has no rows, the expert is X or larger.
+    If the tile has no rows, the returned expert index is X or larger.
     """
     lanes = tl.arange(0, BLOCK_X)
     ends = tl.load(ends_ptr + lanes, mask=lanes < X, other=0)

@@ -20,9 +20,9 @@ def load_balancing_loss(
 ) -> Tensor:
     """Compute ``X · Σ_e f_e · P_e`` over the rows of all layers together.
 
-    f_e and P_e are means over the rows. In a single row, f_e is 1 if expert e is among the K choices, and 0 otherwise,
-    and P_e is the probability of e in the softmax over all experts. The gradient flows through P only. For uniform
-    routing, the loss is K.
+    f_e and P_e are means over the rows. The f_e of a single row is 1 if expert e is among its K choices, and 0
+    otherwise. The P_e of a single row is the probability of e in the softmax over all experts. The gradient flows
+    through P only. For uniform routing, the loss is K.
 
     Args:
         router_logits: a tensor [..., X] for each layer, or one tensor for all layers.

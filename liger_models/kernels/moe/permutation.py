@@ -40,7 +40,7 @@ beyond the last copy, and experts are 16-bit integers."""
 
 @triton.jit
 def _sort_kernel(experts_ptr, order_ptr, slot_ptr, ends_ptr, S, BLOCK: tl.constexpr):
-    """Write the copies of expert e after the copies of all earlier experts, where e is the index of the program."""
+    """The program with the index e writes the copies of expert e after the copies of all earlier experts."""
     expert = tl.program_id(0)
     indices = tl.arange(0, BLOCK)
     # A first loop counts the copies of earlier experts. The count is the index of this expert's first row.

@@ -8,9 +8,9 @@ their weights w in fp32::
     T = the K largest c                among the experts of the best groups, if experts are in groups
     w_k = scale · s[T_k]               or, with ``normalize``, scale · s[T_k] / (Σ_j s[T_j] + epsilon)
 
-If there are neither a bias nor groups, the K largest logits are chosen. The score of a group is its largest c, or the
-sum of its two largest c. For some or all tokens, the caller may also pass T, and thereby reuse experts that were chosen
-earlier (routing replay). With ``round_weights``, w is rounded to the dtype of the logits.
+If there are neither a bias nor groups, the K largest logits are chosen. The score of a group is the largest c of its
+experts, or the sum of the two largest. For some or all tokens, the caller may also pass T, and thereby reuse experts
+that were chosen earlier (routing replay). With ``round_weights``, w is rounded to the dtype of the logits.
 
 In the backward, let d[T_k] = scale · dw_k, and let d be 0 for all experts outside T. q is the softmax over all experts
 or, with ``normalize``, over T only::

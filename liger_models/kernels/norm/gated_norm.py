@@ -14,7 +14,7 @@ With the gate first, let n = u · r(u) and v = dy · w::
 
     du = r · (v − n · mean(v · n)),   dx = du · a,   dw = Σ_rows dy · n,   dgate = du · x · a'
 
-Without a weight, there is no norm: y = cast(x · a), dx = dy · a, and dgate = dy · x · a'.
+If there is no weight, the norm is left out: y = cast(x · a), dx = dy · a, and dgate = dy · x · a'.
 
 The forward saves x, the gate and the weight, and the backward recomputes r. dw is summed in fp32: each program writes a
 partial sum, and `sum_partials` adds the partial sums. If the groups of a token have different weights, each program
@@ -80,7 +80,7 @@ def _gated_norm_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ROUND: tl.constexpr, SILU: tl.constexpr,
     GATE_FIRST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Each program multiplies ROWS rows [D] of one group by the gate. With NORM, it also normalizes the rows."""
+    """Each program multiplies ROWS rows [D] of one group by the gate. With NORM, the program also normalizes the rows."""
     rows, group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     x = _rows(x_ptr + group * x_inner, rows, H, x_outer, x_inner, D, BLOCK, N)

@@ -18,7 +18,9 @@ that there are many programs."""
 def _sum_partials_kernel(
     partial_ptr, first_ptr, second_ptr, programs, split, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Sum COLUMNS columns of partial sums [programs, width]. Columns from ``split`` on belong to the second result."""
+    """Sum COLUMNS columns of partial sums [programs, width]. Column ``split`` and all later columns belong to the
+    second result.
+    """
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, programs, ROWS):

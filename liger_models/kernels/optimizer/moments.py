@@ -8,9 +8,9 @@ The scale of a block is the largest magnitude in the block. The moments are::
 Because of the exponents 2 and 4, more of the codes stand for small values: the square root of a nonzero second moment
 can be as small as 1 / 65,025 of the largest square root in its block. In one step, a moment usually changes by less
 than the distance between the values of two adjacent codes. Moments are therefore rounded up or down at random, such
-that the mean is preserved. If 0.999 · v were rounded to nearest, the result would always be v again. A positive second
-moment never gets the code 0: with v = 0, the update would be m / eps. If a block contains infinity or NaN, its scale is
-infinity or NaN, too.
+that the expected result equals the exact value. If 0.999 · v were rounded to nearest, the result would always be v
+again. A positive second moment never gets the code 0: with v = 0, the update would be m / eps. If a block contains
+infinity or NaN, its scale is infinity or NaN, too.
 """
 
 import math

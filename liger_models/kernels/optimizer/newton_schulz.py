@@ -5,9 +5,9 @@ The steps move the singular values σ of a matrix close to 1, and keep its singu
     X = X / max(‖X‖, 1e-7)                          with the Frobenius norm, so that σ <= 1
     five times:  A = X Xᵀ,   X = a X + (b A + c A²) X          a, b, c = 3.4445, -4.7750, 2.0315
 
-The coefficients are chosen so that small σ grow fast (a steep slope at σ = 0). As a consequence, σ = 1 is not a fixed
-point. After the five steps, a σ that was above 0.002 is between 0.68 and 1.21. A matrix with more rows than columns is
-first transposed, because X Xᵀ is then the smaller product.
+The coefficients are chosen so that a small σ grows fast: the map from σ to the new σ is steep at σ = 0. As a
+consequence, σ = 1 is not a fixed point of this map. After the five steps, a σ that was above 0.002 is between 0.68 and
+1.21. A matrix with more rows than columns is first transposed, because X Xᵀ is then the smaller product.
 
 The matrices A and b A + c A² are symmetric. `symmetric_product` therefore computes only the tiles on and below the
 diagonal, and stores each tile and its mirror image. Products are accumulated in fp32, and rounded to the dtype of the

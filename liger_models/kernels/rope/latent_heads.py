@@ -66,7 +66,7 @@ def latent_heads_reference(
 
 @triton.jit
 def _copy(source, target, mask, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """For each head, copy WIDTH elements from ``source`` to ``target``, which are pointers [ROWS, 1]."""
+    """Copy WIDTH elements of each head. ``source`` and ``target`` [ROWS, 1] hold one pointer per head."""
     column = tl.arange(0, BLOCK)[None, :]
     inside = mask & (column < WIDTH)
     x = tl.load(source + column, mask=inside, other=0.0)

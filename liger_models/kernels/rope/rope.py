@@ -169,7 +169,7 @@ def _rope_kernel(
     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Each program rotates ROWS heads of one token. With INVERSE, it rotates by the opposite angle."""
+    """Each program rotates ROWS heads of one token. With INVERSE, the program rotates by the opposite angle."""
     await_previous(OVERLAPS)
     CHUNKS: tl.constexpr = (H + ROWS - 1) // ROWS
     token = tl.program_id(0) // CHUNKS
