@@ -123,7 +123,7 @@ class Arguments:
         namespace: dict[str, Any] = {"_join": _join, "_new": tuple.__new__}
 
         def add(fields: Any, prefix: str, any_type: str) -> tuple[str, str]:
-            """Make the fields of a NamedTuple arguments of the op. Return the source code of a pattern and of an
+            """Turn the fields of a NamedTuple into arguments of the op. Return the source code of a pattern and of an
             expression.
 
             The pattern unpacks the NamedTuple, and the expression rebuilds the NamedTuple.
@@ -148,8 +148,8 @@ class Arguments:
             return f"({', '.join(patterns)},)", f"_new(_type_{prefix}, ({', '.join(expressions)},))"
 
         def add_argument(name: str, argument: Argument) -> str:
-            """Make a field with an `Argument` an argument of the op. Return the source code that restores the value of
-            the field.
+            """Turn a field with an `Argument` into an argument of the op. Return the source code that restores the
+            value of the field.
             """
             # At most the first parameter, the head, has no default. In the whole schema, heads come first.
             schema = argument.schema.format(name)

@@ -131,8 +131,8 @@ def _block_row_kernel(
     """Compute ROWS results for a single row of x; each step reads BLOCKS blocks of each row of W.
 
     BY_ROW means that each row has a single scale, which all of its blocks share. The next kernel may start only when
-    all programs of this kernel have read their rows. If the next kernel has many small programs and started earlier,
-    its programs would be distributed unevenly over the multiprocessors.
+    all programs of this kernel have read their rows. If a next kernel with many small programs could start earlier, its
+    programs would be distributed unevenly over the multiprocessors.
     """
     COLUMNS: tl.constexpr = BLOCKS * WIDTH
     RUNS: tl.constexpr = COLUMNS // RUN

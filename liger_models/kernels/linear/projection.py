@@ -138,7 +138,7 @@ class Product:
 
     @property
     def normed_dtype(self) -> torch.dtype | None:
-        """The dtype of the normalized rows that the norm's backward writes for `gradients`; None if none are written."""
+        """The dtype of normalized rows that the norm's backward writes for `gradients`; None if none are written."""
         return self.dtype
 
     def normed(self, norm: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Any, Tensor, Tensor]:

@@ -247,8 +247,7 @@ def _walk_chunks(
     c: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[list[Tensor], HeadGradients]:
-    """Process all rows in chunks: compute the statistics of the rows, and those of the gradients dx, dweight and dbias
-    that are needed.
+    """Process all rows in chunks: compute the statistics of the rows, and the needed gradients (dx, dweight and dbias).
 
     If ``lse`` is given, the statistics are known and are not computed again. ``a`` [N] and ``c`` [N] are the upstream
     gradients of the losses and of the log-probabilities.

@@ -80,7 +80,7 @@ def _gated_norm_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ROUND: tl.constexpr, SILU: tl.constexpr,
     GATE_FIRST: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Each program multiplies ROWS rows [D] of one group by the gate. With NORM, the program also normalizes the rows."""
+    """Each program multiplies ROWS rows [D] of one group by the gate. With NORM, the rows are also normalized."""
     rows, group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     x = _rows(x_ptr + group * x_inner, rows, H, x_outer, x_inner, D, BLOCK, N)
