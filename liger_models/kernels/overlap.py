@@ -4,7 +4,7 @@ A decoding step launches hundreds of kernels, which take a few microseconds each
 for about a microsecond, while the last programs of one kernel end and the first programs of the next kernel start.
 Within `overlapping`, each kernel lets the next kernel start early (programmatic dependent launch, on Hopper and later
 GPUs). The next kernel starts on free multiprocessors and immediately loads weights. This is safe, because no kernel of
-the step writes weights. Then the next kernel waits until the previous kernel has ended.
+the step writes weights. After loading these weights, the next kernel waits until the previous kernel has ended.
 
 All kernels of this package that run in a decoding step call `await_previous`, or `start_next` and `end_previous`. Other
 kernels run as usual: each starts after the previous kernel has ended, and ends before the next kernel starts.

@@ -82,7 +82,7 @@ def _write_latents_kernel(
 ):  # fmt: skip
     """Write the row of a token into its page.
 
-    If the second index of a program is 1, the program instead normalizes the latent of the token's queries.
+    Programs whose second index is 1 do not write a row, but normalize the latent of the token's queries.
     """
     start_next(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)

@@ -8,7 +8,8 @@ from liger_models.kernels.dispatch import tl, triton
 
 @triton.jit
 def locate(cu_ptr, slot, documents, DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the document of the block in ``slot``, the document's start and end, and the block's start and end.
+    """Return the document of the block in ``slot``, the start and end of the document, and the start and end of the
+    block.
 
     Each block of each document has a number, which is called its slot. If document n begins at token ``start``, its
     first block has the slot start // BLOCK + n, and its other blocks have the next slots. With this numbering, no two

@@ -71,7 +71,8 @@ from liger_models.kernels.loss.scalar_loss import (
 def linear_cross_entropy_reference(
     x: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, **options: object
 ) -> CrossEntropyOutput:
-    """Compute `linear_cross_entropy` in plain PyTorch: all logits at once, then `cross_entropy_reference`."""
+    """Compute `linear_cross_entropy` in plain PyTorch: compute all logits at once, and apply `cross_entropy_reference`.
+    """
     return cross_entropy_reference(F.linear(x, weight, bias), target, **options)  # type: ignore[arg-type]
 
 
@@ -369,7 +370,7 @@ def linear_cross_entropy(
     workspace_mib: int | None = None,
     vocab_shard: VocabShard | None = None,
 ) -> CrossEntropyOutput:
-    """Compute `cross_entropy` of ``x @ weightᵀ + bias`` and ``target``, with the logits of one chunk at a time.
+    """Compute `cross_entropy` of ``x @ weightᵀ + bias`` and ``target``, holding the logits of only one chunk at a time.
 
     Args:
         x: [..., C], floating-point.

@@ -324,7 +324,8 @@ def fused_linear_logprobs(
     return_entropy: bool = False,
     workspace_mib: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute each target's log-probability under ``softmax(x @ weightᵀ + bias)``, with one chunk of logits at a time.
+    """Compute each target's log-probability under ``softmax(x @ weightᵀ + bias)``, holding one chunk of logits at a
+    time.
 
     Args:
         x: [..., C], floating-point.

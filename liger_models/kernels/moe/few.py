@@ -9,9 +9,9 @@ These kernels are for decoding steps, and compute no gradients. Copy k of token 
 
 The copies are not sorted. The matrix of each expert is divided into blocks of rows. For each copy, there is one program
 for each block of the matrix of its expert. All copies with the same expert are grouped in tiles of up to `FEW_ROWS`
-copies. Only the programs of a tile's first copy do any work: they find the other copies of the tile, and multiply all
-copies of the tile at once. If there is only one token, all its copies have different experts. Each copy is then
-multiplied separately, without matrix units, as in `row_linear`.
+copies. Only the programs of the first copy in a tile do any work: they find the other copies in the tile, and multiply
+all of them together. If there is only one token, all its copies have different experts. Each copy is then multiplied
+separately, without matrix units, as in `row_linear`.
 
 If a backward follows, the copies are sorted by expert. `few_product` then multiplies the sorted rows by frozen
 matrices, also in tiles of up to `FEW_ROWS` rows. All these kernels read matrices in their stored form (dense, float8,
