@@ -71,8 +71,7 @@ from liger_models.kernels.loss.scalar_loss import (
 def linear_cross_entropy_reference(
     x: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, **options: object
 ) -> CrossEntropyOutput:
-    """Compute `linear_cross_entropy` in plain PyTorch: compute all logits at once, and apply `cross_entropy_reference`.
-    """
+    """Compute `linear_cross_entropy` in plain PyTorch: all logits at once, followed by `cross_entropy_reference`."""
     return cross_entropy_reference(F.linear(x, weight, bias), target, **options)  # type: ignore[arg-type]
 
 
