@@ -283,7 +283,7 @@ def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]
 def adaptable_experts(model: CausalLM) -> dict[str, dict[str, tuple[str, Expression]]]:
     """Map the path of each layer with routed experts to the layer's parameters that can have adapters.
 
-    For each layer, the parameters form a dict from names in this package to pairs. A pair contains the name of the
+    A layer's parameters are given as a dict from names in this package to pairs. A pair contains the name of the
     parameter in transformers, and the parameter as an expression in terms of checkpoint tensors.
     """
     entries = format_of(type(model)).expert_map(model.config).entries

@@ -138,7 +138,7 @@ def _misread(model: CausalLM) -> set[str]:
     """Return the last parts of module names that PEFT would misread as names of experts in ``target_modules``.
 
     A checkpoint has a separate tensor with such a name for each expert, whereas transformers has one parameter for all
-    experts. The layers of a shared expert or of a dense MLP may have names that end with the same part.
+    experts. Such a name may end with the same part as the name of a linear layer in a shared expert or in a dense MLP.
     """
     names = expert_names(model)
     apart = any(alias != parameter for alias, parameter in names.items())

@@ -593,7 +593,7 @@ def _counterparts(entries: Mapping[str, Expression]) -> dict[str, set[str]]:
 
 
 def _is_same_module(module: nn.Module, expressions: dict[str, Expression], counterparts: dict[str, set[str]]) -> bool:
-    """Whether transformers' model has the same module. This is true for norms and the embedding, for example.
+    """Whether transformers' model has the same module. The result is True for norms and the embedding, for example.
 
     The result is False for all linear layers except the head. An `UnpackedLinear`, which can run fused ops with
     adapters, replaces each linear layer for which the result is False.

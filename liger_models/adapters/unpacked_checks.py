@@ -78,7 +78,8 @@ def _check_tied_tokens(config: Any, causal_lm: CausalLM) -> None:
 
 
 def _check_single_tokens(config: Any, causal_lm: CausalLM) -> None:
-    """Refuse to train embeddings of single tokens, as PEFT would skip what the embedding computes after the lookup."""
+    """Refuse to train embeddings of single tokens, because PEFT would skip what the embedding computes after the
+    lookup."""
     for option in ("trainable_token_indices", "token_indices"):
         value = getattr(config, option, None)
         if value:

@@ -3,8 +3,8 @@
 Differs from Llama: keys and values are computed from a latent of each token, and decoding caches only the latents
 (`LigerLatentAttention`). In V2 Lite, ``q_lora_rank`` is null, and queries are computed from the layer's input instead
 of a latent. From layer ``first_k_dense_replace`` on, the MLP is a mixture of experts plus shared experts. The
-``n_shared_experts`` shared experts process all tokens. Together they form one MLP, whose output is not gated. Routing
-weights are the softmax probabilities, multiplied by ``routed_scaling_factor`` and not renormalized. With
+``n_shared_experts`` shared experts process all tokens. Together, the shared experts form one MLP, whose output is not
+gated. Routing weights are the softmax probabilities, multiplied by ``routed_scaling_factor`` and not renormalized. With
 ``topk_method`` "group_limited_greedy", the experts form ``n_group`` groups, and the score of a group is the score of
 its best expert. Experts are chosen only from the ``topk_group`` best groups. With YaRN, attention scores are multiplied
 by the square of a factor that is computed from ``mscale_all_dim``.

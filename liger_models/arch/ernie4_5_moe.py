@@ -4,10 +4,10 @@ Differs from ``ernie4_5``: from layer ``moe_layer_start_index`` to layer ``moe_l
 layer), the MLP of layer i is a mixture of experts if i + 1 is a multiple of ``moe_layer_interval``. The router's logits
 and weight are in fp32, whatever the dtype of the model. To choose experts, a correction bias is added to the softmax of
 the logits. The bias does not enter the routing weights, stays in fp32, and is not trained by gradients. The routing
-weights are divided by their sum. The ``moe_num_shared_experts`` shared experts process all tokens. Together they form
-one MLP, whose output is not gated. If ``use_bias`` is set, all linear layers except routers and routed experts have
-biases, including the head. If ``output_router_logits`` is set, the load-balancing loss is added to the loss. Weights
-for multi-token prediction are kept and saved with the model.
+weights are divided by their sum. The ``moe_num_shared_experts`` shared experts process all tokens. Together, the shared
+experts form one MLP, whose output is not gated. If ``use_bias`` is set, all linear layers except routers and routed
+experts have biases, including the head. If ``output_router_logits`` is set, the load-balancing loss is added to the
+loss. Weights for multi-token prediction are kept and saved with the model.
 
 Source: https://yiyan.baidu.com/blog/publication/ERNIE_Technical_Report.pdf, transformers ``models/ernie4_5_moe``.
 """

@@ -4,8 +4,8 @@ Differs from Qwen2: if i + 1 is a multiple of ``decoder_sparse_step`` and i is n
 layer i is a mixture of experts plus a shared expert with a gate. The routing weights are renormalized only if
 ``norm_topk_prob`` is set, and are always rounded to the dtype of the router logits. If ``use_sliding_window`` is set,
 the even-numbered layers below ``max_window_layers`` attend only to the last ``sliding_window`` tokens. If
-``layer_types`` is given, this list selects these layers instead. If ``output_router_logits`` is set, the load-balancing
-loss is added to the loss.
+``layer_types`` is given, this list selects the layers with an attention window instead. If ``output_router_logits`` is
+set, the load-balancing loss is added to the loss.
 
 Source: https://qwenlm.github.io/blog/qwen-moe, https://arxiv.org/abs/2407.10671, transformers ``models/qwen2_moe``.
 """

@@ -207,7 +207,8 @@ def _check_pillow() -> None:
 
 @contextlib.contextmanager
 def _naming(located: "Path | bytes") -> "Iterator[str]":
-    """Context manager that yields the image's name for messages, and turns errors into those of `open_image`."""
+    """Context manager that yields the image's name for error messages, and turns errors into the errors that
+    `open_image` documents."""
     from PIL import Image
 
     name = f"{len(located)} bytes" if isinstance(located, bytes) else str(located)

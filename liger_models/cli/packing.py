@@ -66,7 +66,7 @@ def empty_default(model_type: str) -> CausalLM:
 
 
 def model_to_pack(name: str, empty: CausalLM, device: str, *, progress: bool) -> tuple[CausalLM, str]:
-    """Load the model to check, or build a smaller one.
+    """Load the model that is to be checked, or build a smaller one.
 
     A checkpoint is loaded if its weights and their gradients fit into the free memory of the device. On the CPU, the
     model is float32. On an accelerator, the model is bfloat16 if `deterministic_forward` supports it.
@@ -134,7 +134,7 @@ def default_config(config_class: Any, values: Mapping[str, Any] = MappingProxyTy
 def reduced(model_class: type[CausalLM], config: Any, dtype: torch.dtype, device: str) -> CausalLM:
     """Build a smaller model that has random weights and each kind of block that the whole model has.
 
-    The smaller model has only as many blocks as are needed to include every kind. It has narrower layers, fewer
+    The smaller model has only as many blocks as are needed to include every kind. Its layers are narrower, it has fewer
     experts, a smaller vocabulary and shorter windows, and its vision tower has no weights.
     """
     for divisor in (16, 8, 4, 2):

@@ -451,7 +451,8 @@ def _groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _join(stored: Stored, owner: str, codes: str, make: Callable[..., Encoding], **others: str) -> None:
-    """In ``stored``, replace the tensors that form one weight with a single entry ``owner`` that has an encoding."""
+    """In ``stored``, replace the tensors that form one weight with a single entry. Its name is ``owner``, and it has an
+    encoding."""
     missing = [name for name in others.values() if name not in stored]
     if missing:
         raise ValueError(
@@ -600,7 +601,8 @@ def _state_of(tensor: StoredTensor, read: Read) -> dict[str, Any]:
 
 
 def _take_extras(stored: Stored) -> None:
-    """Attach tensors that describe activations, caches or shapes to the entry of their layer's weight."""
+    """Find the tensors that describe activations, caches or shapes, and move each into the entry of its layer's
+    weight."""
     for name in [name for name in stored if name.endswith(EXTRAS)]:
         owner = name.rpartition(".")[0] + ".weight"
         extra = stored.pop(name)

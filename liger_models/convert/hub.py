@@ -78,7 +78,7 @@ def download(
     strict: bool = False,
     progress: bool = True,
 ) -> Path:
-    """Download all files that are needed to load a model from the hub into the client's cache.
+    """Download a model from the hub into the client's cache: all files that are needed to load the model.
 
     config.json is checked before the weights are downloaded, so an unsupported model fails early.
 

@@ -27,9 +27,9 @@ MULTIPLE = 64
 class AnswerEncoder(Encoder):
     """Encodes each record as two documents.
 
-    For a pair, the two documents are the chosen and the rejected answer. For a labeled answer, they are the answer and
-    its label (a number). The document of an answer consists of the prompt, without labels, and the answer. In a pair,
-    only the first document has the prompt's images.
+    For a pair, the two documents are the chosen and the rejected answer. For a labeled answer, the two documents are
+    the answer and its label, a number. The document of an answer consists of the prompt, without labels, and the
+    answer. In a pair, only the first document has the prompt's images.
     """
 
     def encode(self, records: Iterable[Record]) -> Iterator[Document]:

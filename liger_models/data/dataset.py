@@ -362,7 +362,8 @@ class PackedDataset(IterableDataset[Batch]):
         return collate(rows + [self._make_row([])] * (self.batch_size - len(rows)))
 
     def _identity(self) -> dict[str, Any]:
-        """Return options and a checksum. A saved position is valid only as long as none of them changes."""
+        """Return the options and the checksum on which a saved position depends. If one of them changes, the position
+        is invalid."""
         options = {"length": self.length, "overflow": self.overflow, "shuffle": self.shuffle, "seed": self.seed}
         return {**options, "documents, tokens and checksum": None if self._rows is None else self._rows.identity()}
 

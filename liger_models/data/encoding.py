@@ -736,7 +736,8 @@ def is_empty(value: Any) -> bool:
 
 
 def _masked(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span] | None) -> "array[int]":
-    """Return token ids in the form of a `TokenFile`. Only tokens in ``spans`` get labels; with None, all tokens do."""
+    """Return token ids in the form of a `TokenFile`. Only tokens in ``spans`` get labels. If ``spans`` is None, all
+    tokens get labels."""
     if spans is None:
         return array("i", ids)
     learned = answer_mask(offsets, spans)

@@ -96,7 +96,7 @@ def _kind(path: PurePath) -> str:
 
 
 def _is_data(path: PurePath) -> bool:
-    """Return whether a file's name shows that it can be read.
+    """Return whether a file can be read, judging by its name.
 
     A table must not be compressed with gzip, because table formats compress their content themselves.
     """

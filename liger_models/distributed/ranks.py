@@ -94,8 +94,8 @@ def long_work(name: str) -> Iterator[None]:
 def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
     """Call ``work`` on rank 0 only. Every calling rank returns the result of ``work`` or raises its error.
 
-    Other ranks wait for as long as rank 0 works. Rank 0 does not wait for other ranks, so rank 0 may be the only
-    caller.
+    While rank 0 works, other ranks wait without a time limit. Rank 0 does not wait for other ranks, so rank 0 may be
+    the only caller.
 
     Args:
         name: identifier of the work; must be the same on all ranks.

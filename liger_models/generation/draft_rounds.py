@@ -45,7 +45,7 @@ from liger_models.layers.page_pool import PagePool
 
 
 class DraftBlock(Protocol):
-    """A block that runs on a model's hidden states, such as `liger_models.adapters.LigerMTP`."""
+    """A block, such as `liger_models.adapters.LigerMTP`, that runs on a model's hidden states."""
 
     model: Any
     """The model for which the block drafts tokens. The block uses the model's embedding and head."""

@@ -342,7 +342,8 @@ class DecodeStep:
 
 @contextmanager
 def borrow_step(model: Decoder, state: ModelState, B: int, tokens: int) -> Iterator[DecodeStep]:
-    """Context manager that yields a kept or new step for B rows of up to ``tokens`` tokens each.
+    """Context manager that yields a step for B rows of up to ``tokens`` tokens each: a step that an earlier call has
+    kept, or a new step.
 
     Args:
         model: the model. The step is kept for later calls if the model is on one GPU and no module is in training

@@ -211,7 +211,7 @@ def _is_set(settings: Settings, name: str, neutral: Any) -> bool:
 
 
 def _overhang(settings: Settings) -> int:
-    """Return to how many positions after a row's last token a round of speculative decoding may write."""
+    """Return the number of positions after a row's last token that a round of speculative decoding may write to."""
     return 0 if settings.draft_model is None else 1 + settings.num_draft_tokens
 
 

@@ -118,7 +118,8 @@ class Rows:
         return self._all_ended
 
     def read_later(self) -> Callable[[], bool]:
-        """Start to read whether every row has ended. The returned function waits for this result."""
+        """Start to copy to the host whether every row has ended. The returned function waits for this copy, and returns
+        the answer."""
         if self._all_ended is not None or self.ended.device.type not in ACCELERATORS:
             known = self.all_ended()
             return lambda: known

@@ -109,7 +109,7 @@ class Sampler:
         return settings.temperature != 1 or any(getattr(settings, name) != UNFILTERED[name] for name in FILTERS)
 
     def restrict(self, logits: Tensor) -> Tensor:
-        """Apply the options that affect only sampling to logits [B, V], the result of `process`."""
+        """Apply the options that affect only sampling. The argument ``logits`` [B, V] is the result of `process`."""
         settings = self.settings
         if not settings.do_sample:
             return logits

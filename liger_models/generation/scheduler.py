@@ -154,7 +154,8 @@ class Scheduler:
     # Methods that start rows.
 
     def _admit(self) -> None:
-        """Start waiting rows as long as a free page remains for each running row that will need another page."""
+        """Move rows from the queue to the running rows, as long as a free page remains for each running row that will
+        need another page."""
         while self.waiting and self.free_slots:
             # If a row with the same prompt is running, the new row shares the full pages of this prompt.
             row = self.waiting[0]
@@ -199,9 +200,9 @@ class Scheduler:
             self._copy_prompts()
 
     def _choose_chunk(self, rows: list[Row]) -> list[tuple[Row, int]]:
-        """Return the rows of the next forward.
+        """Return the rows of the next forward, as pairs.
 
-        Each row comes with the position before which its part of the forward ends.
+        A pair consists of a row and the position before which the row's part of the forward ends.
 
         The result contains either several rows with whole prompts, or one row with a chunk of its prompt.
         """

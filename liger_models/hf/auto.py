@@ -145,7 +145,7 @@ def find_class(name: str) -> Any:
 def wrap(model: CausalLM) -> LigerForCausalLM:
     """Return an object with the interface of transformers for a model of this package.
 
-    It shares all weights with the model.
+    The object shares all weights with the model.
     """
     checkpoint = format_of(type(model))
     hf_class = model_class(checkpoint.model_type)

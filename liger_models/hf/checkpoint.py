@@ -200,7 +200,7 @@ class Loading:
     ) -> tuple[Any, list[str], list[Mismatch]]:
         """Load a model from a folder. Return the model, and lists of the missing and the mismatched tensors.
 
-        These tensors get random values.
+        The missing and the mismatched tensors get random values.
         """
         arch = get_arch(config.model_type)
         if getattr(config, "tie_word_embeddings", False) and not _is_tied(arch, folder):
@@ -330,7 +330,8 @@ class Checkpoint(Loading):
     def _without_tensors(
         self, folder: str | os.PathLike[str], is_main_process: bool, state_dict: Mapping[str, Tensor] | None
     ) -> bool:
-        """Return whether ``state_dict`` is empty. If it is empty, rank 0 first writes the configurations."""
+        """Return whether ``state_dict`` is empty. If ``state_dict`` is empty, rank 0 first writes the
+        configurations."""
         if state_dict is None or state_dict:
             return False
         if is_main_process and rank() == 0:

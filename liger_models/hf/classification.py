@@ -99,7 +99,8 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
     ) -> None:
         """Write a checkpoint that the transformers class with the same name can load.
 
-        It replaces an old checkpoint in one step. The arguments are those of `LigerForCausalLM.save_pretrained`.
+        The new checkpoint replaces an old checkpoint in one step. The arguments are those of
+        `LigerForCausalLM.save_pretrained`.
 
         Raises:
             ValueError: parameters have no name in a checkpoint, or ``auto_map`` is True.

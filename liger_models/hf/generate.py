@@ -151,7 +151,8 @@ class EngineGenerationMixin(GenerationMixin):
 
 
 def _use_cache(inputs: dict[str, Any]) -> None:
-    """Mark the cache among a decoding loop's arguments as used, so that a later call continues from this cache."""
+    """Among the arguments of a decoding loop, mark the cache as used, so that a later call continues from this
+    cache."""
     cache = inputs.get("past_key_values")
     if isinstance(cache, LigerCache):
         cache.is_unused = False

@@ -20,7 +20,7 @@ TOKENS_PER_CHECK = 16
 
 
 class StopTexts(StoppingCriteria):
-    """Ends a batch up to `TOKENS_PER_CHECK` - 1 tokens after all answers contain a stop text.
+    """Ends a batch once all answers contain a stop text, at most `TOKENS_PER_CHECK` - 1 tokens later.
 
     The harness cuts answers before their stop texts, so its results do not change. The harness's own criterion is slow:
     after each token, it decodes all answers, which takes longer than computing the token.

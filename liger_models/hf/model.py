@@ -181,7 +181,8 @@ class LigerPreTrainedModel(PreTrainedModel):
 
 
 class UnusedHead(LigerLMHead):
-    """A head that is never called. It uses the embedding's weight, but does not register the weight as its parameter.
+    """A head that is never called. This head uses the embedding's weight, but does not register the weight as its own
+    parameter.
 
     FSDP requires that all modules that share a parameter are in one group. If a model has no output embedding,
     Accelerate and other tools put the embedding into a group without the head. Therefore, only the embedding owns the
@@ -326,7 +327,8 @@ class LigerModel(Loading, LigerPreTrainedModel):
         max_shard_size: int | str = "50GB",
         **options: Any,
     ) -> None:
-        """Write a checkpoint without a head, which ``AutoModel`` loads. It replaces an old checkpoint in one step.
+        """Write a checkpoint without a head, which ``AutoModel`` loads. The new checkpoint replaces an old checkpoint
+        in one step.
 
         Args:
             save_directory: the folder, which is created if it does not exist.

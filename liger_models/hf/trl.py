@@ -4,9 +4,9 @@ TRL replaces a model's forward by a function that computes the logits in tiles a
 TRL 1.15 on, this function returns the log-probability of each target, and other values that the trainer asks for: the
 entropies, the mean logits, and whether the targets are the most probable tokens. `SFTTrainer` divides the sum of the
 log-probabilities by the number of targets. Versions of TRL before 1.15 use this function only for SFT's loss
-``chunked_nll``. There, it returns the loss and the sums of the other values. The forward in this file returns the same
-results, but computes them with `log_probs_of_sum`. This op computes the logits once for SFT, and twice for losses whose
-gradients differ between targets.
+``chunked_nll``. In these versions, the function returns the loss and the sums of the other values. The forward in this
+file returns the same results, but computes them with `log_probs_of_sum`. This op computes the logits once for SFT, and
+twice for losses whose gradients differ between targets.
 """
 
 import functools

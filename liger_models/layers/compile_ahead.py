@@ -1,8 +1,8 @@
 """Compilation of a training step's Triton kernels in parallel, before the first step launches them.
 
 Triton compiles a kernel at its first launch, so the kernels of the first step would be compiled one after the other.
-`compile_ahead` first runs the step on tensors without values, and records the kernels that the step launches. This
-takes a few milliseconds per block, and no memory on the GPU. Threads then compile and load these kernels in
+`compile_ahead` first runs the step on tensors without values, and records the kernels that the step launches. The
+recording takes a few milliseconds per block, and no memory on the GPU. Threads then compile and load these kernels in
 parallel, while the real step begins. A launch waits if its kernel is still being compiled. Threads can compile at the
 same time, because Triton's compiler releases Python's global lock.
 
@@ -398,7 +398,7 @@ class _Threads(NamedTuple):
     """An executor for `triton.AsyncCompileMode`. Its threads compile kernels and also load them.
 
     Without this executor, Triton loads a kernel at its first launch, and versions before 3.7 also compile a C function
-    that launches the kernel. This takes about 0.1 s, so a step with 30 kernels would wait for seconds.
+    that launches the kernel. This takes about 0.1 s per kernel, so a step with 30 kernels would wait for seconds.
 
     Attributes:
         pool: the threads.

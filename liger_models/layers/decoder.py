@@ -247,8 +247,8 @@ class Decoder(nn.Module):
         return LigerLMHead(config.hidden_size, config.vocab_size, kernels=self.kernels)
 
     def build_rotary(self, config: Any) -> dict[str, nn.Module]:
-        """Build the rotary embeddings. Each key of the result is the name by which attention layers refer to that
-        embedding."""
+        """Build the rotary embeddings, and return them in a dict. The key of a rotary embedding is the name by which
+        attention layers refer to it."""
         rotary = RotaryEmbedding(
             config.rotary_width, config.rope_theta, config.rope_scaling, config.max_position_embeddings
         )
@@ -455,8 +455,8 @@ class Decoder(nn.Module):
         )
 
     def hidden_matrices(self) -> dict[str, nn.Parameter]:
-        """Map names to weights: to the weights of all linear layers except the head, and to the stacked weights of
-        experts."""
+        """Return a dict from names to parameters, with the weights of all linear layers and routers, but not of the
+        head, and with the stacked weights of experts."""
         linear = {f"{path}.weight" for path, module in self.named_modules() if isinstance(module, nn.Linear)}
         # The matrices of all experts are one parameter [X, O, C], which is not in an `nn.Linear`. Neither is the matrix
         # [X, C] of some routers.

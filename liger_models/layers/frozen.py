@@ -297,14 +297,16 @@ def freeze(layer: nn.Module, name: str, weight: FrozenWeight) -> None:
 
 
 def frozen_parts(layer: nn.Module) -> dict[str, FrozenParameters]:
-    """For each parameter with codes in a layer, map the parameter's name to the frozen weight."""
+    """Return the frozen weights of a layer as a dict, whose keys are the names of the parameters that hold the
+    codes."""
     stored = layer._modules.get("stored")
     parts = {"weight": stored} if isinstance(stored, FrozenParameters) else getattr(stored, "_modules", {})
     return {name: frozen for name, frozen in parts.items() if isinstance(frozen, FrozenParameters)}
 
 
 def frozen_weights(model: nn.Module) -> dict[str, FrozenParameters]:
-    """For each parameter with codes in a model, map the parameter's name to the frozen weight."""
+    """Return the frozen weights of a model as a dict, whose keys are the names of the parameters that hold the
+    codes."""
     return {
         f"{path}.{name}": frozen
         for path, layer in model.named_modules()

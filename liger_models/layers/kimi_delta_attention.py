@@ -33,9 +33,8 @@ class ForgetGate(Layer):
         self.draw(0.02)
 
     def draw(self, std: float) -> bool:
-        """Draw the decay rates exp(A_log), and the logarithms of the step sizes softplus(dt_bias).
-
-        Both have uniform distributions, as in the paper's code.
+        """Draw A_log and dt_bias, as in the paper's code. The decay rates exp(A_log) are uniformly distributed, and so
+        are the logarithms of the step sizes, which are softplus(dt_bias).
         """
         with torch.no_grad():
             nn.init.uniform_(self.A_log, 1, 16).log_()
@@ -124,8 +123,8 @@ class LigerKimiDeltaAttention(LinearAttention):
     def units_of(num_heads: int, head_dim: int) -> tuple[int, tuple[int, ...]]:
         """Return the number of units, and the number of rows of each part in a unit.
 
-        All units have the same number of heads and the same number of latent channels. Under this condition, there are
-        as many units as possible.
+        All units have the same number of heads and the same number of latent channels. The number of units is the
+        largest with which this is possible.
         """
         units = math.gcd(num_heads, head_dim)
         heads, channels = num_heads // units, head_dim // units

@@ -81,7 +81,7 @@ class DecodeCache:
         return keys[:, :end], values[:, :end]
 
     def pages_of(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """Return the pages [pages, P, G, D] of a layer's keys, and the slots of the new tokens [B] int64.
+        """Return the pages of a layer's keys, [pages, P, G, D], and the slots of the new tokens, [B] int64.
 
         A layer that gets this result may write the keys of a step itself instead of calling `extend`. If the result is
         None, the layer must call `extend`.
@@ -97,7 +97,8 @@ class DecodeCache:
         self._new_states[layer] = states
 
     def advance(self, tokens: int) -> None:
-        """Add a forward's number of tokens to ``length`` after all layers have stored keys, values and states."""
+        """Add a forward's number of tokens to ``length``. Call this method after all layers have stored keys, values
+        and states."""
         self._states.update(self._new_states)
         self._new_states.clear()
         self.length += tokens

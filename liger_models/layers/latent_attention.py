@@ -338,8 +338,8 @@ class LigerLatentAttention(BaseAttention):
         return torch.cat([c[:, :, None], self._rotate(shared[:, :, None], layout)], -1)
 
     def _rotated_queries(self, q: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
-        """Split queries [B, T, H · (N + R)] into the unrotated part [B, T, H, N] and the part [B, T, H, R], and rotate
-        the latter."""
+        """Split queries [B, T, H · (N + R)] into a part [B, T, H, N] that is not rotated, and a part [B, T, H, R],
+        which this method rotates."""
         nope, rest = q.unflatten(-1, (self.num_heads, -1)).split([self.nope_dim, self.rope_dim], -1)
         return nope, self._rotate(rest, layout)
 

@@ -58,8 +58,8 @@ class Layer(nn.Module):
     """A module that defines its recomputation, its sharding and the initialization of its weights.
 
     The defaults suit a layer that has no parameters and recomputes nothing. Modules that are not a `Layer` are treated
-    as if they had these defaults. If this would silently produce wrong results, the modules are rejected. For example,
-    `apply_tp` rejects modules with parameters whose gradients would not be summed.
+    as if they had these defaults, or are rejected where these defaults would silently produce wrong results. For
+    example, `apply_tp` rejects modules with parameters whose gradients would not be summed.
     """
 
     replayable: bool = True

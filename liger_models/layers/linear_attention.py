@@ -247,8 +247,8 @@ class LinearAttention(Layer):
         return torch.cat(outs, 1).flatten(0, 1)[:, None]
 
     def by_part(self, parameter: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Reorder the rows of this rank's shard of a parameter. They are grouped by unit, and the result is grouped by
-        part.
+        """Reorder the rows of this rank's shard of a parameter. The given rows are grouped by unit, and the returned
+        rows are grouped by part.
 
         ``sizes`` lists how many rows each part has in a unit.
         """

@@ -249,8 +249,8 @@ class LigerMoE(Layer):
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
-        """Return which fraction the backward repeats. It is 0 for the policy "none". Under other policies, it is 2 / 3,
-        or 1 / 2 if the experts have no gate."""
+        """Return which fraction of the layer the backward repeats. For the policy "none", the fraction is 0. For all
+        other policies, it is 2 / 3, or 1 / 2 if the experts have no gate."""
         inputs = inputs_of(self.act)
         return 0.0 if policy == "none" else inputs / (inputs + 1)
 

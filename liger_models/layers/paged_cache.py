@@ -113,7 +113,8 @@ class PagedCache(DecodeCache):
 
     @contextmanager
     def documents(self, bounds: Tensor) -> Iterator[None]:
-        """Context manager for a forward of prompts that are padded on the right.
+        """Context manager for a forward of prompts that are padded on the right. Within it, the cache's attribute
+        ``bounds`` is set.
 
         Args:
             bounds: [2B + 1] int32, the bounds of each row's tokens and of its padding, for layers that read
@@ -138,11 +139,13 @@ class PagedCache(DecodeCache):
         self.capacity = new * self.page
 
     def of_rows(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Expand dimension ``dim`` of x, which has the rows that `start` prepared, to the rows of a step."""
+        """Return x with as many rows along dimension ``dim`` as a step has. If `start` prepared fewer rows, the last of
+        these is repeated."""
         return x if self._row is None else x.index_select(dim, self._row)
 
     def _of_prompts(self, x: Tensor) -> Tensor:
-        """Expand x [B, ...] from prompts to the rows of a step [rows, ...]."""
+        """Given a tensor x [B, ...] with an entry for each prompt, return a tensor [rows, ...] in which each row of a
+        step has the entry of its prompt."""
         return x if self._prompts == self.rows else x[self._prompt]
 
     def settle(self) -> bool:
@@ -173,7 +176,8 @@ class PagedCache(DecodeCache):
 
     @property
     def is_settled(self) -> bool:
-        """Whether ``extra`` still has the same tensors as after `settle`. If so, a captured step reads all of them."""
+        """Whether ``extra`` still has the same tensors as after `settle`. If the result is True, a captured step reads
+        all tensors in ``extra``."""
         same = all(self.extra.get(name) is x for name, x in self._fixed.items())
         return same and len(self.extra) == len(self._fixed)
 

@@ -252,8 +252,8 @@ def _averaging_weights(index: Tensor, length: Tensor, side: int, dtype: torch.dt
 
 
 def _aligned_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
-    """A line of ``side`` points is interpolated at ``length`` points, so that the first and last points coincide.
-    Return the two neighbors of each interpolated point, and their weights."""
+    """A line of ``side`` points is interpolated at ``length`` points. The first points of both lines coincide, and so
+    do the last points. For each interpolated point, return its two neighbors and their weights."""
     position = index.float() * (side - 1) / (length - 1).clamp_min(1)
     first = position.floor()
     distance = position - first

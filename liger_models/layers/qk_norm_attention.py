@@ -101,7 +101,8 @@ class LigerQKNormAttention(LigerAttention):
         return (q.eps, q.offset, q.scale_in_fp32, q.kernel) == (k.eps, k.offset, k.scale_in_fp32, k.kernel)
 
     def _split_by_calls(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute `_split` by calling the norms. This is necessary if a norm was replaced or has hooks."""
+        """Compute the result of `_split` by calling the modules of the norms. This is necessary if a norm was replaced
+        or has hooks."""
         *heads, v = split_heads(qkv, self.num_heads, self.num_kv_heads, self.head_dim)
         cos, sin = self._tables(layout)
         rotate = rope if self.rope_kernel else rope_reference
@@ -115,7 +116,8 @@ class LigerQKNormAttention(LigerAttention):
         return q, k, v
 
     def _split_unfused(self, qkv: Tensor, layout: BatchLayout, group: Group | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute `_split` in separate steps, with norms over all heads. If ``clip`` is set, clip q, k and v.
+        """Compute the result of `_split` in separate steps, with norms over all heads. If ``clip`` is set, clip q, k
+        and v.
 
         If ``group`` is given, each rank has a part of the heads, so the means of squares are averaged over the ranks.
         """

@@ -51,7 +51,7 @@ def repeats() -> bool | None:
 
 
 def recomputes(part: Any) -> bool:
-    """Whether the backward is to recompute this part of a block on its own.
+    """Whether the backward is to recompute this part of a block separately.
 
     The result is False if the whole block is recomputed.
     """

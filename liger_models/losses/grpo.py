@@ -214,7 +214,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Compute loss and metrics. The hidden states come before the weight, as in Liger-Kernel.
+        """Compute loss and metrics. As in Liger-Kernel, the first argument is the hidden states, not the weight.
 
         Args:
             _input: [B, T, C] hidden states of the positions that predict the completions.

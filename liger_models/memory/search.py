@@ -118,7 +118,7 @@ class Search:
             self._compare(case)
 
     def _cases(self) -> Iterator[Case]:
-        """Yield every combination of a number of offloaded blocks and a pair of bounds."""
+        """Yield a `Case` for each number of offloaded blocks and each pair of bounds."""
         choices = [(policy, index) for index in self.first for policy in self.allowed[index]]
         ceilings = sorted({self.memory.excess(policy, index) for policy, index in choices})
         largest = sorted({self.memory.blocks[policy][index].largest for policy, index in choices})
@@ -193,7 +193,8 @@ class Search:
 
     def _peaks(self, case: Case, away: Tensor, freed: Tensor, in_backward: bool) -> tuple[Tensor, Tensor]:
         """Compute two tables [H, A] of peak memory: one for the time while activations exist, and one for the time
-        after they have been freed.
+        after the activations have been freed. A row belongs to one entry of ``freed`` [H], and a column to one row of
+        ``away``.
 
         The peaks in the first table do not include the activations that stay on the device. The caller adds the bytes
         of these activations. The peaks in the second table occur at the end of the backward or when the optimizer
@@ -231,8 +232,8 @@ class Search:
         return float(self.times.step(seconds, moved, 0, False))
 
     def _freed_bytes(self, offload: int) -> Tensor:
-        """The number of blocks whose moments are kept in host memory has H possible values. For each value, compute the
-        bytes of these moments."""
+        """For each of the H possible numbers of blocks whose moments are kept in host memory, compute the bytes of
+        these moments, [H]."""
         offloaded, moments = offloaded_blocks(self.blocks, offload), self.memory.moments
         choices = (host_blocks(self.blocks, count, offloaded) for count in self._host_counts)
         return torch.tensor([sum(moments[index] for index in blocks) for blocks in choices])
@@ -244,8 +245,8 @@ class Search:
         return tuple(sorted(counts.items()))
 
     def _best_sums(self, counts: tuple[tuple[int, int], ...], ceiling: int, largest: int | None) -> Tensor:
-        """For each choice of policies for some blocks, compute the sums over these blocks. The result is [N, columns],
-        with the fastest choice first.
+        """For each choice of policies for some blocks, compute the sums over these blocks. The result [N, columns] has
+        one row for each of N choices, with the fastest choice first.
 
         A choice may be dropped if a faster choice needs no more bytes.
 

@@ -1,9 +1,9 @@
 """Computations that need whole matrices of sharded parameters: one rank gathers a matrix, computes the result, and
 sends shards of the result back.
 
-The result for each matrix is computed only once, by one of the ranks that hold shards of the matrix. With HSDP, this
-rank may belong to any replica. If some ranks hold the whole matrix, for example the matrix of an expert, one of these
-ranks computes the result, and no shards are exchanged.
+The result for each matrix is computed only once, by one of the ranks that hold shards of the matrix. With HSDP, the
+rank that computes the result may belong to any replica. If some ranks hold the whole matrix, for example the matrix of
+an expert, one of these ranks computes the result, and no shards are exchanged.
 """
 
 import math

@@ -9,7 +9,7 @@ from liger_models.distributed.ranks import world_size
 
 
 def own_dimension(where: str, mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return the dimension of a mesh that is called ``name``, or the mesh itself if it has only one dimension.
+    """Return a mesh's dimension ``name``, or the mesh itself if it has only one dimension.
 
     Args:
         where: name of the calling function, for errors.
@@ -123,8 +123,8 @@ def _dimension(mesh: DeviceMesh, name: str, group: Group | None) -> str | None:
     """Return the name of the mesh dimension along which the ranks of ``group`` lie, or None if there is no such
     dimension.
 
-    If the parallelism covers only one rank, ``group`` is None. In this case, the result is ``name`` if the mesh has a
-    dimension of this name with size 1.
+    ``group`` is None if the parallelism covers only one rank. The result is then ``name`` if the mesh has a dimension
+    of this name with size 1, and otherwise None.
     """
     for index, dimension in enumerate(mesh.mesh_dim_names or () if mesh.ndim > 1 else ()):
         ranks = dist.get_process_group_ranks(mesh.get_group(index))

@@ -17,8 +17,9 @@ from liger_models.kernels.add_parts import add_parts
 class BackwardPasses:
     """Counts the backward passes of a model.
 
-    The count is the same on all ranks, even if some rank's loss does not depend on all groups of parameters. All
-    ranks therefore choose the same dtype for sending gradients, because `ReduceScatter` chooses it by the count.
+    The count is the same on all ranks, even if some rank's loss does not depend on all groups of parameters.
+    `ReduceScatter` uses the count to choose the dtype in which a rank sends gradients, so all ranks choose the same
+    dtype.
     """
 
     def __init__(self) -> None:

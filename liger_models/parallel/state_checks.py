@@ -120,8 +120,8 @@ def describe(model: nn.Module) -> dict[str, str]:
 
 
 def _flatten(name: str, value: Any) -> dict[str, str]:
-    """Map dotted paths, which begin with ``name``, to the values of a dataclass's fields and of nested dataclasses'
-    fields. ``name`` itself is mapped to the name of the class.
+    """Return the values of the fields in a dataclass and in nested dataclasses, as a dict. Its keys are dotted paths
+    that begin with ``name``, and the key ``name`` itself has the name of the class.
 
     For a value that is not a dataclass, the result has only the entry ``name``.
     """

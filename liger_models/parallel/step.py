@@ -18,13 +18,13 @@ _compared: set[torch.device] = set()
 
 
 def targets_per_rank(batches: Mapping[str, Any] | Iterable[Mapping[str, Any]], device: Any = None) -> Tensor:
-    """Count the targets in all batches of a step, on all ranks. Return this number divided by the number of ranks.
+    """Return the number of targets in all batches of a step on all ranks, divided by the number of ranks.
 
-    Pass the result to the model as ``num_items_in_batch``, together with each of these batches. FSDP and
+    Pass the result as ``num_items_in_batch`` to the model's forward of each of these batches. FSDP and
     DistributedDataParallel average gradients over the ranks. With this divisor, the averaged gradient is the gradient
-    of the mean loss over all targets: each target has the same weight, no matter how targets are distributed over
-    ranks and accumulation steps. To get the mean loss itself, sum the losses of a rank's batches, and average the
-    sums over the ranks (`mean_over_ranks`).
+    of the mean loss over all targets: each target has the same weight, no matter how targets are distributed over ranks
+    and accumulation steps. To get the mean loss itself, sum the losses of a rank's batches, and average the sums over
+    the ranks (`mean_over_ranks`).
 
     Args:
         batches: keyword arguments of the model's forward, for one batch or for each accumulation step. Every rank

@@ -27,9 +27,9 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False,
 
     Each rank has 1 / R of the attention heads, of the width of each MLP and expert, and of the vocabulary. Norms and
     routers are replicated. The fused ops run on the rank's shard, and the loss does not gather logits. An adapter
-    (`apply_lora`) has one matrix for the rows of the weight and one for its columns. The matrix on the sharded side of
-    the weight is sharded, too, and the other matrix is replicated. Quantized weights (`quantize_base`,
-    ``keep_quantized``) are sharded in their quantized form, together with their scales.
+    (`apply_lora`) has one matrix for the rows of the weight and one for its columns. The adapter's matrix for the
+    sharded side of the weight is sharded, too, and the adapter's other matrix is replicated. Quantized weights
+    (`quantize_base`, ``keep_quantized``) are sharded in their quantized form, together with their scales.
 
     A vision tower is sharded in the same way, but every rank has all patches. A layer of the tower is replicated if
     the number of its attention heads or its MLP width is not divisible by R. The tower's parameters outside its

@@ -2,7 +2,8 @@
 
 jinja2's sandbox protects Python's objects from a template, but a template can still loop forever or produce gigabytes
 of text. `LimitedEnvironment` counts every step of a template before the step runs, and every character before it is
-produced. Counting works in every thread and needs no separate process. Each kind of code has its own place of counting:
+produced. Counting works in every thread and needs no separate process. The place where the steps and characters are
+counted depends on the kind of code:
 
     loops, macros                            in a statement that is inserted at the beginning of their bodies
     texts joined by ~, slices, comparisons   in a filter that is inserted around them in the syntax tree

@@ -383,9 +383,9 @@ class Tokenizer:
     def decode_stream(self, tokens: Iterable[int | Tensor], skip_special_tokens: bool = True) -> Iterator[str]:
         """Yield the text of tokens while the tokens are generated, in pieces of whole characters.
 
-        The concatenated pieces equal the result of `decode` for all tokens. They may differ only if
-        tokenizer_config.json requests a clean-up of spaces, or if some bytes do not form a character. An unfinished
-        character at the end becomes one or more U+FFFD.
+        The concatenated pieces equal the result of `decode` for all tokens, unless tokenizer_config.json requests a
+        clean-up of spaces or some bytes do not form a character. An unfinished character at the end becomes one or more
+        U+FFFD.
 
         Args:
             tokens: ids, or tensors with one id each, such as ``model.stream(...)`` yields for one prompt.

@@ -1,6 +1,6 @@
 """AdamW's moments in an optimizer state: each is a tensor with the parameter's shape, or 8-bit codes with scales.
 
-The state names codes and scales differently from moments, so that no other optimizer mistakes codes for moments.
+In the state, codes and scales have other names than moments, so that no other optimizer mistakes codes for moments.
 """
 
 from collections.abc import Mapping

@@ -256,7 +256,8 @@ class Compared(Objective):
         return {"loss": pair(out.loss[0] * number, number), **metrics}
 
     def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
-        """Run the model. Returns (output, metrics), where ``output.loss`` is a pair (loss, other values)."""
+        """Run the model. Returns (output, metrics), where ``output.loss`` is a pair: the loss, and the values from
+        which the metrics are computed."""
         reference = {"ref_log_probs": self.reference(model, _log_probs(batch))} if self.needs_reference else {}
         # The loss runs inside the head, where FSDP has gathered its weight.
         out = model(**batch, loss_function=lambda x, weight, target: self.function(weight, x, target, **reference))

@@ -369,7 +369,8 @@ def _collect(parts: Any) -> Tensor:
 
 
 def _mean_ndcg(scores: Tensor, relevance: Tensor, groups: Tensor) -> Metrics:
-    """Return the mean nDCG over the queries that have documents of different relevance; empty if there are none."""
+    """Return the mean nDCG over the queries that have documents of different relevance, or {} if there are no such
+    queries."""
     values = []
     for group in groups.unique():
         members = groups == group

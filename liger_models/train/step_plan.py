@@ -156,7 +156,7 @@ class StepPlan:
         """Plan the fastest step within a budget in bytes. All ranks get the same plan.
 
         Clipping, accumulation and a loss scale need all gradients at once. The plan may put the optimizer step into the
-        backward only if the run uses none of these three (``max_norm`` is inf if there is no clipping). With Muon, the
+        backward only if the run uses none of these three. Without clipping, ``max_norm`` is inf. With Muon, the
         momentum stays on the device and the optimizer step runs after the backward, because Muon needs all gradients.
         """
         options, model = self._options, self._model
@@ -326,7 +326,8 @@ class StepPlan:
             replace_json(self._path, content)
 
     def _stored(self) -> tuple[MemoryPlan | None, str | None]:
-        """Return the plan that the run stored under the same conditions, and the error with which a step of it failed.
+        """Return the plan that the run stored under the same conditions, and the error with which a step of this plan
+        failed.
 
         If there is no such plan, both results are None. If no step failed, the error is None.
         """

@@ -2,10 +2,10 @@
 
 Differs from Llama: keys and values are computed from a latent of each token, and decoding caches only the latents
 (`LigerLatentAttention`). From layer ``first_k_dense_replace`` on, the MLP is a mixture of experts plus shared experts.
-The ``n_shared_experts`` shared experts process all tokens. Together they form one MLP, whose output is not gated.
-Experts are scored by a sigmoid. To choose experts, ``e_score_correction_bias`` is added to the scores. The experts form
-``n_group`` groups, and the score of a group is the sum of its two best scores. Experts are chosen only from the
-``topk_group`` best groups. The routing weights are the scores without the bias, divided by their sum if
+The ``n_shared_experts`` shared experts process all tokens. Together, the shared experts form one MLP, whose output is
+not gated. Experts are scored by a sigmoid. To choose experts, ``e_score_correction_bias`` is added to the scores. The
+experts form ``n_group`` groups, and the score of a group is the sum of its two best scores. Experts are chosen only
+from the ``topk_group`` best groups. The routing weights are the scores without the bias, divided by their sum if
 ``norm_topk_prob`` is set, and multiplied by ``routed_scaling_factor``. The bias stays in fp32 and is not trained by
 gradients. With YaRN, attention scores are multiplied by the square of a factor that is computed from
 ``mscale_all_dim``. The weights of the layers for multi-token prediction, which follow the last layer, are kept and

@@ -81,7 +81,8 @@ class Idefics3Tower(SiglipTower):
         """See `SiglipTower.positions`.
 
         The learned positions form a square grid. As in transformers, each side of a tile is split into as many buckets
-        as this grid has rows, and a patch gets the learned position of its two buckets.
+        as this grid has rows, and the learned position of a patch is determined by its row bucket and its column
+        bucket.
         """
         table = local(self.pos_embed.weight)
         boundaries = torch.arange(1 / self.side, 1.0, 1 / self.side, dtype=torch.float32, device=table.device)

@@ -2,9 +2,9 @@
 
 The language model is Gemma, or Gemma 2 in PaliGemma 2. The vision tower is SigLIP, and a linear layer projects each of
 its patches to an image token. The prefix of a document consists of all tokens before the answer: the images, the BOS
-token, and the question. The tokens of the prefix attend to each other in both directions. This is the case in all
-layers, even for tokens that are further apart than the attention window of the layer. The tokens of the answer attend
-to all tokens before them, as in every decoder.
+token, and the question. The tokens of the prefix attend to each other in both directions. They do so in all layers,
+even if they are further apart than the attention window of the layer. The tokens of the answer attend to all tokens
+before them, as in every decoder.
 
 ``token_type_ids`` are 0 in the prefix and 1 after it. transformers lets all tokens of a row attend to each other if
 there are no ``token_type_ids``, the batch has no padding, and attention is "sdpa". In this case, a token also attends
