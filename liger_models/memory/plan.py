@@ -118,7 +118,7 @@ def plan_memory(
             4-bit weights, or computes in a dtype that differs from the dtype of its weights.
         tokens: B · T, the number of tokens in a batch on the device.
         budget: number of bytes of device memory, or a text that `parse_memory` accepts.
-        memory: the estimate for the step, by default `training_memory` in the dtype of the model. The module
+        memory: the estimate for the step, by default `training_memory` in the dtype of the model. The function
             `liger_models.train.estimate` computes an estimate for this rank.
         length: T, the number of tokens in a row or document, by default ``tokens``. Only the time of attention depends
             on it.
