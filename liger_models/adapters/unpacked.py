@@ -292,7 +292,8 @@ class UnpackedModel(Node):
         self.node(path).register_parameter(last, parameter)
 
     def _add_modules_beside(self, inner: nn.Module, causal_lm: CausalLM) -> None:
-        """Add modules outside of the `CausalLM`, such as a classification head, under their own names to the tree."""
+        """Add the modules outside of the `CausalLM`, such as a classification head, to the tree under their own
+        names."""
         # Visit the modules that contain the `CausalLM`, from the outermost one inwards.
         for path, wrapper in inner.named_modules():
             if wrapper is causal_lm or causal_lm not in wrapper.modules():

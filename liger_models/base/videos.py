@@ -75,7 +75,8 @@ def read_frames(source: Path | bytes, numbers: Sequence[int]) -> "list[Image]":
 
 @contextlib.contextmanager
 def _opened(source: Path | bytes) -> Iterator[tuple[Any, Any]]:
-    """Context manager that yields the container and its first video stream, and raises the errors of `read_header`."""
+    """Context manager that yields the container and its first video stream, and raises the errors that `read_header`
+    documents."""
     try:
         import av
     except ImportError as error:

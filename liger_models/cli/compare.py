@@ -195,7 +195,8 @@ def part_errors(ours: CausalLM, recorded: Trace, **inputs: Any) -> dict[str, dic
 def _corrected_block(
     block: nn.Module, index: int, theirs: Mapping[str, tuple[Tensor, Tensor]], parts: _Parts
 ) -> Iterator[None]:
-    """Context manager that replaces the inputs and outputs of a block and its child modules with transformers'.
+    """Context manager that replaces the inputs and outputs of a block and its child modules with the values in
+    transformers.
 
     The error of an output is recorded before the output is replaced.
     """

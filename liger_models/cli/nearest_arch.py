@@ -1,4 +1,5 @@
-"""Finds the architecture of this package that is most similar to a new one in transformers, and copies its source."""
+"""Finds the architecture of this package that is most similar to a new architecture in transformers, and copies its
+source."""
 
 import ast
 import dataclasses

@@ -192,7 +192,7 @@ def _has_kernels() -> bool:
 
 
 def _runs_on_fakes(model: Any, embeds: Tensor, options: Mapping[str, Any]) -> bool:
-    """Whether the step can run on fake tensors, and has no side effects if it does."""
+    """Whether the step can run on fake tensors without side effects."""
     if hasattr(embeds, "fake_mode") or options.get("loss_function") is not None or any(vars(model.groups).values()):
         return False
     tensors = [*model.parameters(), *model.buffers()]

@@ -166,7 +166,8 @@ class LinearAttention(Layer):
         return {name: dim for name, dim in shards.items() if _has(self, name)} | self.own_shards()
 
     def shard_tokens(self, group: Group) -> None:
-        """Give each of R ranks T / R tokens. Inside `mix`, each rank has all T tokens and 1 / R of the units.
+        """Prepare the layer for R ranks that each have T / R tokens. Inside `mix`, each rank has all T tokens and 1 / R
+        of the units.
 
         Raises:
             ValueError: the units cannot be divided equally among the ranks.

@@ -328,7 +328,7 @@ def is_fusible(*linears: nn.Module) -> bool:
 
 
 def _attribute(linear: nn.Module, name: str) -> Any:
-    """Return an attribute that ordinary linear layers lack, or None if the layer lacks it too.
+    """Return an attribute of a layer, or None if the layer lacks this attribute, as all ordinary linear layers do.
 
     In ordinary layers, the attribute is not looked up, because the search for a missing attribute takes a microsecond.
     """

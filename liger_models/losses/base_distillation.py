@@ -145,7 +145,8 @@ def check_reduction(name: str, reduction: str) -> None:
 
 
 def check_distributions(name: str, first: Tensor, second: Tensor, labels: Tensor | None = None) -> None:
-    """Raise ValueError unless the distributions have one shape [..., V], and the labels (if given) the shape [...]."""
+    """Raise ValueError unless all distributions have one shape [..., V], and the labels, if given, have the shape
+    [...]."""
     if first.shape != second.shape or first.dim() == 0:
         raise ValueError(
             f"{name}: both distributions must have the same shape [..., V], got {list(first.shape)} and "

@@ -97,8 +97,8 @@ def describe(model: nn.Module) -> dict[str, str]:
 
     All ranks must call this function.
 
-    The description contains the settings of the model and of its adapters, the names of tied tensors, and a checksum
-    of the base weights under adapters, because these weights are not saved.
+    The description contains the settings of the model and of its adapters, and the names of tied tensors. The base
+    weights under adapters are not saved, so the description contains a checksum of these weights.
     """
     # The settings.
     configs = (getattr(module, "config", None) for module in model.modules())

@@ -579,7 +579,8 @@ class _Conversation:
         return repr({name: value for name, value in self.style.variables.items() if name != "tools"})
 
     def _likely_header(self, index: int, number: int | None, before: str) -> int:
-        """Return an answer's header length if the text does not continue the prompt, as before the first message.
+        """Return the likely length of an answer's header, for a text before the answer that does not begin with the
+        prompt.
 
         If the text contains a beginning of the usual prompt, the header ends after the longest such beginning.
         Otherwise, the header is the text that the template writes before any answer at this position.
