@@ -137,8 +137,9 @@ def _targets(model: CausalLM, config: LoRAConfig) -> tuple[list[str], list[str]]
 def _misread(model: CausalLM) -> set[str]:
     """Return the last parts of module names that PEFT would misread as names of experts in ``target_modules``.
 
-    A checkpoint has a separate tensor with such a name for each expert, whereas transformers has one parameter for all
-    experts. Such a name may end with the same part as the name of a linear layer in a shared expert or in a dense MLP.
+    A checkpoint has a separate tensor for each matrix of each expert, such as ``experts.3.gate_proj``, whereas
+    transformers has one parameter for all experts. The last part of the tensor's name, ``gate_proj``, may also be the
+    last part of the name of a linear layer in a shared expert or in a dense MLP.
     """
     names = expert_names(model)
     apart = any(alias != parameter for alias, parameter in names.items())

@@ -14,8 +14,8 @@ Mistral publishes with the weights, turns this scaling off (``apply_scale: false
 this package, the field ``scale_by_mscale`` decides: False (the default) follows Mistral's settings, and True follows
 transformers.
 
-``LigerMistral4.from_pretrained(folder)`` loads the language model of a checkpoint with images (model_type
-``mistral3``), without the tensors of the vision tower.
+``LigerMistral4.from_pretrained(folder)`` loads only the language model of a vision-language checkpoint
+(model_type ``mistral3``). The tensors of the vision tower and of the projector are skipped.
 
 Source: https://arxiv.org/abs/2405.04434, https://arxiv.org/abs/2501.19399 (scaled queries), transformers
 ``models/mistral4``.

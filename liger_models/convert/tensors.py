@@ -473,9 +473,9 @@ class _AdaptedWeight(nn.Module):
 
 
 class _Names:
-    """Finds the layout of checkpoint tensors that are read one by one.
+    """Finds which of a model's weight maps fits checkpoint tensors that are read one by one.
 
-    Each tensor rules out the layouts that have no tensor of this name and shape.
+    Each tensor rules out the maps that have no tensor of this name and shape.
     """
 
     def __init__(self, maps: list[WeightMap], parameters: Mapping[str, Tensor]) -> None:

@@ -100,7 +100,7 @@ class Adaptable:
         return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
-        """Save the model as the class `Checkpoint` does.
+        """Save the model with `Checkpoint.save_pretrained`, unless PEFT must save its adapters.
 
         Raises:
             ValueError: the model has adapters that PEFT must save.

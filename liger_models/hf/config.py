@@ -37,7 +37,10 @@ def to_liger(config: PreTrainedConfig) -> Any:
 
 
 def class_name(auto_class: Any, model_type: str) -> str | None:
-    """Return the name of the class that a transformers auto class has for a model type; None if it has none."""
+    """Return the name of the class that a transformers auto class has for a model type.
+
+    The result is None if the auto class has no class or several classes for this type.
+    """
     # This mapping holds the names of classes, so reading it imports nothing. A family with several classes has a
     # tuple instead of a name.
     names = auto_class._model_mapping._model_mapping

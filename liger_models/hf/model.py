@@ -194,7 +194,7 @@ class UnusedHead(LigerLMHead):
 
     @property
     def weight(self) -> Any:  # type: ignore[override]
-        """The weight of the current embedding, which may have been replaced."""
+        """The weight of the decoder's embedding, even if the embedding has been replaced."""
         return self.holder[0].embed_tokens.weight
 
 

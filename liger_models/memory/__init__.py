@@ -2,7 +2,7 @@
 
 Read the modules in this order. `estimate` computes the memory of a step in bytes, and `step_times` computes its time
 in seconds. `plan` has the class `MemoryPlan` and the function `plan_memory`, which creates a `MemoryPlan`. `search`
-finds the fastest step that fits into the budget.
+finds the plan with the fastest step that fits into the budget.
 """
 
 from liger_models.common.lazy import lazy_exports

@@ -32,7 +32,9 @@ def reshard(model: nn.Module) -> None:
 
 
 def end_pass(model: nn.Module) -> None:
-    """Clean up after an exception has interrupted a forward or backward on a single rank. Gradients are dropped.
+    """Clean up after an exception has interrupted a forward or backward.
+
+    The process group must have only one rank. Gradients are dropped.
 
     Without this call, FSDP2 would treat the next forward as a part of the interrupted pass.
     """

@@ -760,8 +760,8 @@ def _render_unfinished(
 ) -> str:
     """Render a conversation up to the end of a field of its last message, without the text after this field.
 
-    This method appends a mark and a space to the field, renders the conversation, and cuts the text at the mark. If the
-    rendered text has no space after the mark, the template has stripped the field.
+    This function appends a mark and a space to the field, renders the conversation, and cuts the text at the mark. If
+    the rendered text has no space after the mark, the template has stripped the field.
     """
     where, mark = "apply_chat_template: continue_final_message", f"{BEGIN} "
     last = dict(messages[-1])

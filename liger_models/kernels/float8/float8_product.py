@@ -133,7 +133,8 @@ class Float8Product(Product):
     def gated_forward(self, rows: Any, act: str) -> tuple[Tensor, Tensor | None]:
         """Compute y from rounded rows.
 
-        The second result is None, because no kernel computes both y and the gated product.
+        The second result would be `gated_act` of y. It is always None, because no float8 kernel computes it together
+        with y.
         """
         return self.forward(rows), None
 

@@ -11,8 +11,8 @@ multiply and add. The operands of matrix units hold neighboring weights as pairs
 - "one_scale": a further instruction multiplies the pair by a scale in bfloat16, and rounds the products.
 - "two_scales": the codes are in e2m1, and bfloat16 cannot represent their scale s exactly. Each e2m1 number is a power
   of 2, or 1.5 times a power of 2. Each rounded weight is therefore t = bf16(s) or u = bf16(1.5 · s), multiplied by a
-  power of 2. Let p be the e2m1 number without its mantissa: a power of 2 with the sign of the number. The rounded
-  weight is then number · 2 (u - t) + p · (3 t - 2 u). All factors in this formula are exact in bfloat16, and so is its
+  power of 2. Let n be the e2m1 number, and let p be n without its mantissa: a power of 2 with the sign of n. The
+  rounded weight is n · 2 (u - t) + p · (3 t - 2 u). All factors in this formula are exact in bfloat16, and so is its
   result. Computing this formula for a pair takes three instructions.
 - "products": the numbers or the scales are in fp32, and each number is multiplied by its scale in fp32 and rounded.
   Shared memory holds 16 copies of the table of pairs. The pairs are in fp32, so each lane reads eight bytes per pair.

@@ -107,7 +107,11 @@ class QuantizedLinearSaved(NamedTuple):
 
 
 class QuantizedLinearGradients(NamedTuple):
-    """The gradients of the op's inputs, or bools that say which gradients are needed."""
+    """One field for each input of the op that can have a gradient.
+
+    In a result of the backward, a field holds the gradient or None. In the argument ``needs``, it says whether the
+    gradient is needed.
+    """
 
     x: Any = None
     bias: Any = None

@@ -108,8 +108,9 @@ def load_B(B_ptr, row, N, R, RANKS: tl.constexpr):
 
 @triton.jit
 def low_rank_row(B, low_ptr, R, RANKS: tl.constexpr, LOW: tl.constexpr):
-    """For a single row of x, compute ROWS elements of the low-rank term. ``B`` [ROWS, RANKS] holds the rows of B for
-    these elements.
+    """For a single row of x, compute ROWS elements of the low-rank term.
+
+    ``B`` [ROWS, RANKS] is the tile that `load_B` has loaded for these elements.
 
     ``low_ptr`` points to x @ Aᵀ. If LOW is "awaited", the kernel that computes x @ Aᵀ may still be running.
     """
