@@ -1,6 +1,7 @@
 """Models with a head that classifies whole texts, such as reward models, under the interface of transformers."""
 
 import copy
+import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -126,16 +127,18 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
             )
             return
 
-        repo_id = options.pop("repo_id", None)
-        upload = {name: options.pop(name) for name in ("commit_message", "private", "token") if name in options}
+        if not is_main_process or rank() != 0:
+            return
+        # All options that transformers' method does not name are for the upload.
+        named = inspect.signature(PreTrainedModel.save_pretrained).parameters.keys() - {"token"}
+        upload = {name: options.pop(name) for name in options.keys() - named}
 
         def write(folder: Path) -> None:
             PreTrainedModel.save_pretrained(self, folder, True, tensors, False, max_shard_size, **options)
 
-        if is_main_process and rank() == 0:
-            write_checkpoint(Path(save_directory), write)
+        write_checkpoint(Path(save_directory), write)
         if push_to_hub:
-            self.push_to_hub(repo_id or Path(save_directory).name, **upload)
+            self.push_to_hub(upload.pop("repo_id", None) or Path(save_directory).name, **upload)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load parameters as `LigerForCausalLM.load_state_dict` does."""

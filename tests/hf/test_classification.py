@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -211,7 +212,7 @@ def test_rows_that_are_trained_alone(root):
 
 @pytest.mark.parametrize("part", ["classifier", "body"])
 def test_a_failed_save_leaves_the_old_files(root, monkeypatch, part):
-    """With the tensors in several files of which only the first can be written."""
+    """Only the first of several files of tensors can be written."""
     _, ours = make(make_folder("llama", "gqa", root))
     model = ours if part == "classifier" else ours.model
     model.save_pretrained("saved")
@@ -236,3 +237,14 @@ def test_a_failed_save_leaves_the_old_files(root, monkeypatch, part):
     model.save_pretrained("saved", max_shard_size="20KB")
     assert not Path("saved", "model.safetensors").exists()
     assert Path("saved", "model.safetensors.index.json").exists()
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_an_upload_follows_a_save(root, is_main):
+    """The rank that saves also uploads, with all options of the upload."""
+    _, ours = make(make_folder("llama", "gqa", root))
+    options = {"token": "mine", "create_pr": True}
+    with mock.patch.object(type(ours), "push_to_hub") as upload:
+        ours.save_pretrained("saved", is_main, push_to_hub=True, max_shard_size="20KB", variant="small", **options)
+    assert upload.mock_calls == [mock.call("saved", **options)] * is_main
+    assert Path("saved", "model.safetensors.index.small.json").exists() == is_main
