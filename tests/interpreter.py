@@ -207,18 +207,13 @@ def speed_up_the_interpreter() -> None:
             def index(self, slices):
                 if type(slices) is not tuple or not self.shape:
                     return slow(self, slices)
-                axes = []
-                for axis, part in enumerate(slices):
-                    if part is None:
-                        axes.append(axis)
-                    elif type(part) is not slice or part != whole:
-                        return slow(self, slices)
-                key = id(self.shape), *axes
-                if key not in expanded:
-                    sizes = np.expand_dims(np.empty(sizes_of[id(self.shape)], bool), axes).shape
-                    expanded[key] = core.block_type(core.int1, list(sizes)).shape
-                handle = array_handle(self.handle.data[slices], self.handle.dtype.scalar)
-                return core.tensor(handle, block_of(self.dtype, expanded[key]))
+                if not all(part is None or (type(part) is slice and part == whole) for part in slices):
+                    return slow(self, slices)
+                data = self.handle.data[slices]
+                if data.shape not in expanded:
+                    expanded[data.shape] = core.block_type(core.int1, list(data.shape)).shape
+                handle = array_handle(data, self.handle.dtype.scalar)
+                return core.tensor(handle, block_of(self.dtype, expanded[data.shape]))
 
             return index
 
