@@ -179,10 +179,10 @@ class PagePool(PagedCache):
         self._drafted.setdefault(layer, []).append(states)
 
     def accept(self, counts: Tensor) -> None:
-        """Of the tokens that `speculate` prepared for row r, accept the first ``counts[r]``, and keep the states after
-        them.
+        """Accept the first ``counts[r]`` of the tokens that `speculate` prepared for row r.
 
-        The caller must update ``lengths`` and ``remaining``.
+        The states of the row become the states after these tokens. The caller must update ``lengths`` and
+        ``remaining``.
         """
         if not self._drafted:
             return

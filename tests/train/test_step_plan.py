@@ -227,7 +227,7 @@ main()
 def test_two_ranks_start_again_with_a_smaller_plan(torchrun, folder, tmp_path):  # noqa: F811
     """One of them runs out of memory in step 4, after a checkpoint of step 2, while the other one waits for it.
 
-    The ranks meet in a store, which is torchrun's or, without it, that of rank 0.
+    The store of the process group belongs to torchrun or, without torchrun, to rank 0.
     """
     (folder / "out_of_memory.py").write_text(OUT_OF_MEMORY)
     place: dict[str, Any] = {"cwd": folder, "XDG_CACHE_HOME": str(folder / "cache")}
