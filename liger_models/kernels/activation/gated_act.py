@@ -1,8 +1,8 @@
 """Gated activations (SwiGLU, GeGLU) of a packed projection, in which gate and up are interleaved.
 
-Element 2f of ``gate_up`` is gate f, and element 2f + 1 is up f. With this order, dividing the indices f among ranks
-gives each rank a contiguous slice of the rows of the projection's weight. The forward computes the activation in fp32.
-s stands for ``gate_scale``, which is usually 1::
+Element 2f of ``gate_up`` is gate f, and element 2f + 1 is up f. If tensor parallelism divides the indices f among
+ranks, this order gives each rank a contiguous slice of the rows of the projection's weight. The forward computes the
+activation in fp32. s stands for ``gate_scale``, which is usually 1::
 
     a = cast(act(s · gate))               cast to the input dtype before the product, as in Hugging Face's models
     y = cast(a · up)
@@ -37,8 +37,8 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 BLOCK = 1024
 NUM_WARPS = 8
 """Number of results per program, and number of warps per program. In bf16, a thread loads 4 pairs of gate and up in one
-16-byte vector and computes 4 results. Splitting and interleaving then need no shared memory, which they would need with
-8 pairs per thread."""
+16-byte vector and computes 4 results. Splitting the pairs and interleaving the results then need no shared memory. With
+8 pairs per thread, both would need it."""
 
 
 def gated_act_reference(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
@@ -52,7 +52,7 @@ def gated_act_reference(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> T
 
 @triton.jit
 def _activation(g, ACT: tl.constexpr):
-    """Compute act(g) and act'(g) in fp32."""
+    """Return act(g) and its derivative act'(g), both in fp32."""
     if ACT == "silu":
         s = tl.sigmoid(g)
         return g * s, s * (1.0 + g * (1.0 - s))
@@ -207,12 +207,13 @@ def gated_act(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Compute ``silu(gate) · up``, as `gated_act` does for "silu"."""
+    """Compute ``silu(gate) · up``. This is `gated_act` with the activation "silu"."""
     return gated_act(gate_up, "silu")
 
 
 def geglu(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
-    """Compute ``gelu(gate) · up``, as `gated_act` does for "gelu_tanh" or, with ``approximate="none"``, for "gelu"."""
+    """Compute ``gelu(gate) · up``. This is `gated_act` with "gelu_tanh" or, if ``approximate`` is "none", with
+    "gelu"."""
     if approximate not in ("tanh", "none"):
         raise ValueError(f"geglu: approximate must be 'tanh' or 'none', got {approximate!r}.")
     return gated_act(gate_up, "gelu_tanh" if approximate == "tanh" else "gelu")

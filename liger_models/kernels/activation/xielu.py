@@ -53,9 +53,9 @@ def _remainder(x):
 
 @triton.jit
 def _parts(x, eps):
-    """Return the factor of p in y, the factor of n in y, and exp(min(x, ε)) − 1.
+    """Return the numbers by which the formula for y multiplies p and n, and exp(min(x, ε)) − 1.
 
-    For each x, the formula for y contains only one of p and n, and the factor of the other coefficient is 0.
+    For each x, the formula for y contains either p or n. The coefficient that it does not contain is multiplied by 0.
     """
     bounded = tl.minimum(x, eps)
     remainder = _remainder(bounded)

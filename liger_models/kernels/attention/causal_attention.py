@@ -111,7 +111,7 @@ SMALL = Tiles(
     weights={"num_warps": 8, "num_stages": 2}, scores={"num_warps": 4, "num_stages": 2},
     columns=64, step=32, products={"num_warps": 4, "num_stages": 2},
 )  # fmt: skip
-"""Tiles for other dtypes and devices."""
+"""Tiles for all other dtypes and devices, such as fp32, or GPUs with less shared memory."""
 
 FAR = {torch.float32: 64.0, torch.bfloat16: 64.0, torch.float16: -1.0}
 """If the absolute value of the largest s of a row in a tile is at most this number, m is 0. In float16, which cannot
@@ -214,7 +214,7 @@ class LaunchPlan:
         return launch.places if self.bounded else min(launch.places, num_programs(q, per_sm))
 
     def columns(self, width: int) -> int:
-        """Return the number of columns of a tile of o, dq, dk or dv, whose heads have ``width`` columns."""
+        """For heads with ``width`` columns, return the number of columns of a tile of o, dq, dk or dv."""
         return min(self.tiles.columns, max(next_power_of_2(width), 16))
 
     def workspace(self, like: Tensor) -> Tensor:
@@ -223,9 +223,9 @@ class LaunchPlan:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Return x [B, T, H, D] if all rows begin at multiples of 16 bytes, as loads require.
+    """Return x [B, T, H, D] itself or, if its memory layout does not suit tile descriptors, a padded copy of x.
 
-    Otherwise, return a padded copy.
+    A descriptor requires that the D elements of each head are contiguous and begin at a multiple of 16 bytes.
     """
     if x.stride(3) != 1 or x.data_ptr() % 16 or any(not size or size * x.itemsize % 16 for size in x.stride()[:3]):
         x = torch.nn.functional.pad(x, (0, -x.shape[3] % 8)).contiguous()
@@ -367,7 +367,7 @@ def causal_attention(
 ) -> Tensor:
     """Compute causal attention, optionally only within documents or a sliding window.
 
-    The backward needs only q, k, v, the result, and two numbers per query and head.
+    For the backward, only q, k, v, the result, and two numbers per query and head are saved.
 
     Args:
         q: [B, T, H, D], float32, float16 or bfloat16, where D is at most 576.

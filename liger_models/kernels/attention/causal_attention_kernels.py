@@ -24,7 +24,7 @@ def _scale_and_mask(
     scores, scale, position, key, S, window, documents_ptr, HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute s from q · kᵀ [BLOCK_M, BLOCK_N]. Where a query does not see a key, s is -inf."""
+    """Turn the products q · kᵀ [BLOCK_M, BLOCK_N] into the scores s. Where a query does not see a key, s is -inf."""
     # The factor log2 e is needed because the hardware computes powers of 2 instead of powers of e.
     scores *= scale * LOG2_E
     # Without bounds, tiles below the diagonal are entirely visible.
@@ -61,7 +61,8 @@ def weights_kernel(
     HAS_DOCUMENTS: tl.constexpr, HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write tiles of exp2(s − m) and, for each row of a tile, m and the row's sum. A program may write many tiles."""
+    """Write tiles of the weights exp2(s − m). For each row of a tile, also write m and the sum of the row's weights. A
+    program may write many tiles."""
     BOUNDED: tl.constexpr = HAS_DOCUMENTS or HAS_WINDOW
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     places = slots * ((tiles + 1) // 2) * width
@@ -163,7 +164,8 @@ def _sum_over_keys(
 ):  # fmt: skip
     """Write a tile of o = weights · v / Σ or of dq = ds · k, where o and dq are [B, T, H, D].
 
-    The tile consists of BLOCK_D columns for BLOCK_M queries of a slot. D is the width of the result.
+    The tile consists of BLOCK_D columns for BLOCK_M queries of a slot, which is a query head of this launch. D is the
+    width of the result.
     """
     batch, head = slot_head(slot, part, H, GROUP)
     place = first_place(slot, tile, part, BLOCK_M, BLOCK_N)
@@ -218,7 +220,8 @@ def row_products_kernel(
     out_ptr, d_out_ptr, delta_ptr, N, T, d_b, d_t, d_h, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write δ [B, H, T] from o and do, [B, T, H, D] each, where D is the width of the values.
+    """Compute δ [B, H, T], the dot products of the rows of o and do, and write it. o and do are [B, T, H, D], where D
+    is the width of the values.
 
     A program computes ROWS of the N = B · T · H elements of δ.
     """

@@ -56,8 +56,9 @@ all read the keys."""
 
 MOST_LATENT_QUERIES, LATENT_BYTES = 2**15, 2**16
 """For values that are columns of the keys: maximum number of elements in a program's queries, and twice the number of
-bytes of keys that a program loads per step. These numbers (64 rows of 512 columns, and 32 keys of 576 columns) replace
-MOST_QUERIES and STEP_BYTES in half precision on GPUs with enough shared memory (Hopper, Blackwell)."""
+bytes that a program loads per step from the first V columns of the keys. These numbers (64 rows of 512 columns, and 32
+keys of 576 columns) replace MOST_QUERIES and STEP_BYTES in half precision on GPUs with enough shared memory (Hopper,
+Blackwell)."""
 
 COMBINED_COLUMNS = 128
 """Number of columns of a head that a program of the second kernel combines."""

@@ -12,8 +12,8 @@ keys that a token sees are read by a single program, one after the other. The pr
 heads that share keys, for a few tokens. If these tokens belong to several documents, the program reads the blocks of
 each document. If a block contains a key that a token does not see, the token's sums are multiplied by 1 and increased
 by 0 for this key, so they do not change. The result therefore does not depend on the other tokens of the program, or on
-whether the keys are contiguous or in pages. All matrix products have the same number of rows: with a different number
-of rows, other instructions might run, which might add in a different order.
+whether the keys are contiguous or in pages. All matrix products have the same number of rows. With a different number
+of rows, the compiler might choose other instructions, which might add in a different order.
 
 There is no backward. `layers.attention` runs the backward of ordinary attention.
 
@@ -51,7 +51,7 @@ class Tile(NamedTuple):
 
 TILES = {2: (Tile(64, 64, 4, 3), Tile(64, 32, 8, 2)), 4: (Tile(32, 32, 4, 2), Tile(16, 16, 4, 2))}
 """Maps the size of an element in bytes to two tiles: the first for head dimensions up to 128, the second for larger
-ones. The tile must not depend on anything else."""
+ones. The tile must not depend on anything else, so that a token's result does not depend on the other tokens."""
 
 NOWHERE = tl.constexpr(2147483647)
 

@@ -130,7 +130,8 @@ def _grid(N: int, H: int, D: int) -> tuple[tuple[int, int], dict[str, int]]:
 
 
 def _cudnn_runs(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether cuDNN can compute causal attention of q, k and v [B, T, heads, D] without window or documents."""
+    """Return whether cuDNN can compute the attention of q, k and v [B, T, heads, D], if there is no window and there
+    are no documents."""
     if not q.is_cuda or q.shape[1] % CUDNN_STEP or torch.version.hip is not None:
         return False
     arguments: Any = *(x.transpose(1, 2) for x in (q, k, v)), None, 0.0, True, q.shape[2] != k.shape[2]
@@ -138,7 +139,8 @@ def _cudnn_runs(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _bounds(q: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> tuple[Tensor, int]:
-    """Return the bounds that the variable-length kernel takes, and the length of the longest sequence.
+    """Return the bounds of the sequences, which PyTorch's variable-length kernel takes, and the length of the longest
+    sequence.
 
     The sequences are the documents or, without ``cu_seqlens``, the rows of the batch.
     """

@@ -130,7 +130,8 @@ def tile_at(
 
 
 class Launch(NamedTuple):
-    """Some heads and queries, so few that all their attention weights fit into the workspace at once.
+    """The heads and queries that one launch processes. There are so few that all their attention weights fit into the
+    workspace.
 
     Attributes:
         part: the heads and queries.
@@ -197,9 +198,9 @@ def launches(q: Tensor, k: Tensor, block_m: int, block_n: int, backward: bool) -
     """Split the work on q [B, T, H, D] and k [B, S, G, D] into launches, each for some heads and queries.
 
     The forward processes all query heads of a KV head before the next KV head, so that keys are still in the cache when
-    they are read again. A launch of the backward takes as many KV heads as fit. A launch takes several query heads of
-    each KV head only if all KV heads fit: KV heads come first, because each KV head adds tiles of dk and dv to the
-    launch, whereas query heads of the same KV head share these tiles.
+    they are read again. A launch of the backward first takes one query head of as many KV heads as fit, because each
+    additional KV head adds tiles of dk and dv to the launch. An additional query head of the same KV head adds none. A
+    launch therefore takes several query heads per KV head only if all KV heads fit.
     """
     (B, T, H, _), (_, S, G, _) = q.shape, k.shape
     heads, parts = parts_of_queries(T, S, block_m, block_n, matrices=2 if backward else 1)

@@ -80,7 +80,7 @@ def _write_latents_kernel(
     HALF: tl.constexpr, INTERLEAVED: tl.constexpr, SCALE_IN_FP32: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the row of a token into its page.
+    """Write [normalized latent, rotated part of the key] of a token into the token's slot in a page.
 
     Programs whose second index is 1 do not write a row, but normalize the latent of the token's queries.
     """
@@ -159,7 +159,7 @@ def write_latents(
         norm: the RMSNorm of c, with a weight.
         cos, sin: [1 or N, 1, at most R / 2], the tables of the rotation; None to copy ``rope`` without a rotation.
         q: [N, Q] in the dtype of the pages; None if there are no latents of queries.
-        q_weight: [Q], the weight of the RMSNorm of q. The other constants of this RMSNorm are the constants of
+        q_weight: [Q], the weight of the RMSNorm of q. This RMSNorm has the same ``eps`` and other constants as
             ``norm``.
         interleaved: as in `rope`.
 

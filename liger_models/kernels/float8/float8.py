@@ -49,8 +49,8 @@ WRITE_ROWS, WRITE_COLUMNS, WRITE_TILES = 128, 64, 8
 processed at the same time. When a tile is stored by columns, 128 bytes of each column are adjacent in memory."""
 
 ROW_BLOCK = 2048
-"""Number of columns of a row that a program rounds at a time. The program reads the row twice, the second time from the
-cache."""
+"""Number of columns of a row that a program rounds at a time. The program reads the row once to find the maximum, and
+again, from the cache, to round it."""
 
 NUM_WARPS = 8
 
@@ -58,7 +58,7 @@ MULTIPLE = 16
 """The hardware multiplies only float8 matrices whose sizes are multiples of this number."""
 
 TINY = 1e-12
-"""Lower bound of the maximum, which keeps the scale of an all-zero matrix finite."""
+"""Lower bound of max(|x|). Because of this bound, the scale of an all-zero matrix is finite."""
 
 
 class Recipe(NamedTuple):
@@ -193,7 +193,7 @@ def _values(
 ):  # fmt: skip
     """Load or compute a tile [ROWS, COLUMNS] of a `Matrix`.
 
-    The tile is rounded to the dtype of x and returned in fp32. Elements outside the matrix are 0.
+    The values are rounded to the dtype of x, but returned as fp32. Elements outside the matrix are 0.
     """
     dtype = x_ptr.dtype.element_ty
     exists = row < N
@@ -274,7 +274,7 @@ def _flat_amax_kernel(
 
 @triton.jit
 def _store_columns(pointer, q, row, column, C, padded):
-    """Transpose the tile q [ROWS, COLUMNS], and store it in a matrix whose rows have length ``padded``."""
+    """Transpose the tile q [ROWS, COLUMNS], and store it in the matrix by columns, [C, ``padded``]."""
     place = column.to(tl.int64)[:, None] * padded + tl.trans(row)
     tl.store(pointer + place, tl.trans(q), mask=(column < C)[:, None] & tl.trans(row < padded))
 
@@ -381,7 +381,7 @@ def _limits(dtype: torch.dtype, power_of_2: bool) -> dict[str, object]:
 
 
 def add_amax(matrix: Matrix, amax: Tensor) -> None:
-    """Increase ``amax``, in place, where it is below the largest absolute value of the matrix or of a column.
+    """Raise ``amax``, in place, to at least the largest absolute value of the matrix or, with [C], of each column.
 
     Args:
         amax: fp32, [1] for one maximum, or [C] for a maximum per column.
@@ -491,9 +491,9 @@ def round_matrix(
         gradient: whether the matrix is a gradient, which some recipes round to e5m2.
         rows: whether to round by rows, [N, C].
         columns: whether to round by columns, [C, N], with N padded to a multiple of 16.
-        amax: [1] fp32, the largest absolute value of the previous matrices. 0 or None means that there are none. With
-            one scale per operand, ``amax`` is raised in place to the largest absolute value of this matrix. With one
-            scale per row, ``amax`` is not used.
+        amax: [1] fp32, the largest absolute value of the previous matrices. 0 or None means that there are no previous
+            matrices. With one scale per operand, ``amax`` is raised in place to the largest absolute value of this
+            matrix. With one scale per row, ``amax`` is not used.
         known: whether amax is already at least the largest absolute value of this matrix.
     """
     dtype = float8_dtype(matrix.x.device, gradient and recipe.wide_gradients)
@@ -553,8 +553,8 @@ def round_gradient(
 
 
 def round_known(x: Tensor, dtype: torch.dtype, amax: Tensor) -> Tensor:
-    """Round x [R, K] to a float8 dtype with one scale. The scale is computed from ``amax`` [1] in fp32, which must be
-    known.
+    """Round x [R, K] to a float8 dtype with one scale. The scale is computed from the largest absolute value of x,
+    which the caller passes as ``amax`` [1] in fp32.
     """
     if use_triton(x):
         by_rows, _, _ = round_tiles(plain(x), amax, dtype, False, rows=True, columns=False)
@@ -597,7 +597,8 @@ def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 |
 
 
 def weight_columns(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 | None = None) -> Float8:
-    """Round a weight [O, C] by columns to [C, O], to compute dx. ``amax`` has the value that `weight_rows` set."""
+    """Round a weight [O, C] by columns, and return it as [C, O], for the product that computes dx. ``amax`` has the
+    value that `weight_rows` set."""
     if gathered is not None:
         return transposed(gathered)
     if recipe.by_row and not recipe.rounds_dw:  # W has one scale in this product, and its maximum is not yet known
@@ -645,7 +646,8 @@ def rms_norm_round(
 
 
 def normed_matrix(h: Tensor, weight: Tensor, rstd: Tensor, weight_offset: float, scale_in_fp32: bool) -> Matrix:
-    """Return `rms_norm` of h [..., C] as a `Matrix` that is computed from the saved rstd."""
+    """Return a `Matrix` that stands for `rms_norm` of h [..., C]. Kernels compute its elements from h and the saved
+    rstd."""
     rows = h.reshape(-1, h.shape[-1]).contiguous()
     return Matrix("rms_norm", rows, weight.contiguous(), rstd.reshape(-1), "", weight_offset, scale_in_fp32)
 

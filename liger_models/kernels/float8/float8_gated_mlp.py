@@ -111,7 +111,7 @@ class Float8GatedMLPUpstream(NamedTuple):
 
 
 def _products(inputs: Float8GatedMLPInputs | Float8GatedMLPSaved, amax: Tensor) -> tuple[Float8Product, Float8Product]:
-    """Return the float8 products of the gate and up projection and of the down projection."""
+    """Return the `Float8Product` of the gate and up projection, and the `Float8Product` of the down projection."""
     mlp, recipe = inputs.mlp, RECIPES[inputs.recipe]
     gate_up = Float8Product(mlp.gate_up, recipe, amax[:1], amax[1:2], inputs.gate_up_gathered)
     down = Float8Product(mlp.down, recipe, amax[2:3], amax[3:], inputs.down_gathered)

@@ -94,7 +94,8 @@ class Float8Product(Product):
 
     @property
     def normed_dtype(self) -> torch.dtype | None:
-        """The dtype of the normalized rows that `gradients` takes; None if `gradients` recomputes rounded rows."""
+        """The dtype in which the norm's backward must write the normalized rows for `gradients`. It is None if dW is a
+        float8 product, because `gradients` then recomputes the rows and rounds them."""
         return None if self.recipe.rounds_dw else self.dtype
 
     def normed(self, norm: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Any, Tensor, Tensor]:
@@ -160,7 +161,7 @@ class Float8Product(Product):
         self, d_product: Tensor, gate_up: Tensor, act: str, down: Product, *, for_rows: bool,
         needs: ProjectionNeeds, need_product: bool, overwrite_gate_up: bool,
     ) -> tuple[Upstream, Any]:  # fmt: skip
-        """Compute what `Product.gated_backward` computes.
+        """Compute the gradient of gate and up and the gated product; see `Product.gated_backward`.
 
         If the unrounded gradient of gate and up is not needed, one kernel computes and rounds this gradient.
         """
@@ -186,7 +187,8 @@ class Float8Product(Product):
         needs: ProjectionNeeds,
         totals: ProjectionGradients | None = None,
     ) -> ProjectionGradients:
-        """Compute dW and db, as in `Product`. ``rows`` is a tensor, a `Matrix`, or a matrix rounded by columns."""
+        """Compute dW and db; see `Product.gradients`. ``rows`` is a tensor, a `Matrix`, or a matrix rounded by
+        columns."""
         chunked = totals is not None
         wide = sum_dtype(self.dtype, chunked)
         weight = bias = None

@@ -3,7 +3,8 @@
 A kernel in plain Triton takes about ten instructions for each weight: it splits a byte, computes the number, applies
 the scale, rounds, and multiplies by x. If an H200 reads 4-bit weights at its full bandwidth, there is time for only
 four instructions per weight. The kernels in this file take three to five instructions per weight. The matrix units
-multiply and add. The operands of matrix units hold neighboring weights as pairs, so the kernels dequantize pairs:
+(tensor cores) multiply the weights by x and add the products. Their operands hold neighboring weights as pairs, so the
+kernels dequantize pairs:
 
 - Shared memory holds a table with the pair of numbers for each byte. There are 32 copies of the table, one in each
   bank, so that all lanes of a warp read in one access. One instruction turns a byte into an address, and another
@@ -22,9 +23,9 @@ One instruction of the matrix units computes A [16, 16] @ B [16, 8], and adds it
 the rows of A are rows of W, and the columns of B are rows of x. With a single row of x, this layout would leave seven
 columns of B unused. A warp would also read only 64 contiguous bytes at a time, from each of eight rows of W. For a
 single row, the columns of W are therefore split among eight groups, each of which consists of four lanes. Rows n and n
-+ 8 of A hold two rows of W, and column n of B holds x. In these two rows and in this column, only the elements from the
-columns of group n are held. The diagonal of the result then holds the sums that are needed, and the other elements are
-not used. The columns that a group handles can be chosen freely, so a warp can read 512 contiguous bytes of a row of W.
++ 8 of A hold two rows of W, and column n of B holds x. These two rows and this column have only elements from the
+columns of group n. The diagonal of the result then holds the sums that are needed, and the other elements are not used.
+The columns that a group handles can be chosen freely, so a warp can read 512 contiguous bytes of a row of W.
 
 Source: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma.
 """
@@ -90,12 +91,12 @@ def fill(*, first_is_upper: bool, size: int = 2) -> str:
 
 
 def listed(name: str, first: int, count: int = 4) -> str:
-    """Return the PTX for a vector of ``count`` registers with consecutive numbers."""
+    """Return the PTX operand that names ``count`` registers with consecutive numbers, such as ``{a0, a1, a2, a3}``."""
     return "{" + ", ".join(f"{name}{first + i}" for i in range(count)) + "}"
 
 
 def _load(name: str, first: int, count: int, at: str, predicate: str = "", cached: str = "") -> str:
-    """Return PTX that loads values into ``count`` registers with consecutive numbers.
+    """Return PTX that loads 32-bit values from the address ``at`` into ``count`` registers with consecutive numbers.
 
     If a predicate is given and is false, the registers are set to 0.
     """
@@ -105,10 +106,11 @@ def _load(name: str, first: int, count: int, at: str, predicate: str = "", cache
 
 
 def _prepare(kind: str, scale: str, to: int) -> str:
-    """Return PTX that sets the factors that `_pair` uses, as bf16 pairs.
+    """Return PTX that computes, from a scale in fp32, the factors by which `_pair` multiplies.
 
     For the kind "one_scale", the factor s is the scale. For "two_scales", the factors are s = 3 t - 2 u and d = 2 (u -
-    t). For "products", the factor s is the scale, in fp32.
+    t). For these two kinds, each factor is stored twice, as a pair in bf16. For "products", the factor s is the scale,
+    in fp32.
     """
     if kind == "products":
         return f"mov.b32 s{to}, {scale};\n"
@@ -127,7 +129,7 @@ def _pair(kind: str, to: str, word: str, byte: int, scale: int, table: str) -> s
         kind: see the module's docstring.
         to: the register of the result.
         word: the register of the codes.
-        byte: index of the byte.
+        byte: index of the byte in the word, from 0 to 3.
         scale: index of the registers s and d that `_prepare` sets.
         table: the register with the address from `fill`.
     """
@@ -295,9 +297,10 @@ WHOLE_PRODUCTS, PART_PRODUCTS = (tl.constexpr(_single_step("products", whole=who
 def group_scale(
     scale_ptr, whole_ptr, group, row, inside, SCALES: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Load the scales of groups, and convert them to fp32. ``group`` numbers the groups of all rows consecutively.
+    """Load the scales of groups and convert them to fp32. With WHOLE, also apply the scales of rows.
 
-    ``row`` is the row to which each group belongs.
+    ``group`` has the indices of the groups, which are numbered consecutively over all rows. ``row`` has the row to
+    which each group belongs.
     """
     if SCALES == "e8m0":
         byte = tl.load(scale_ptr + group, mask=inside, other=0).to(tl.int32)
@@ -319,7 +322,7 @@ def group_scale(
 
 @triton.jit
 def add_warps(t0, t1, t2, t3, WARPS: tl.constexpr):
-    """Add the sums [16, 8] of all warps.
+    """Return the sums [16, 8] over all warps of the program, each of which has handled some columns of W.
 
     Each thread holds four of the sums of its warp, in the layout in which the matrix units return them.
     """

@@ -62,7 +62,8 @@ ROUND = tl.constexpr("""{
 .reg .b32 pair;
 cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000;
 }""")
-"""PTX that rounds two numbers in float32 to bfloat16 at once. Compilers round the numbers one by one, which is slow."""
+"""PTX that rounds two float32 numbers to bfloat16 with one instruction. Compilers would round them one by one, which is
+slow."""
 
 
 @triton.jit
@@ -308,7 +309,7 @@ class Float8Blocks(Format):
     def slices(
         self, tensors: dict[str, Tensor], shape: torch.Size, layout: list[int], dim: int, ranks: int
     ) -> tuple[dict[str, Tensor], list[int], dict[str, int]]:
-        """Divide the tensors; see `Format.slices`.
+        """Rearrange the tensors for slicing; see `Format.slices`.
 
         If each row has one scale, all slices of columns have the same scales.
         """

@@ -7,9 +7,10 @@ float8.
     dx = (G @ code) · c                   G and c are the codes and scales of dy · scale, computed in the same way
 
 Each row of x and of dy is quantized with a scale that is computed from the values in the row (dynamic quantization). dx
-is a sum over the rows of W, so each column of dy is multiplied by the scale of its row of W before dy is quantized.
-`torch._scaled_mm` computes the products. In the backward, `torch._scaled_mm` needs the codes of W transposed in memory,
-so a kernel transposes the codes before each product. Sums are in fp32, and results are rounded once, to bfloat16.
+is a sum over the rows of W, which have different scales. Column o of dy is therefore multiplied by the scale of row o
+of W before dy is quantized. `torch._scaled_mm` computes the products. In the backward, `torch._scaled_mm` needs the
+codes of W transposed in memory, so a kernel transposes the codes before each product. Sums are in fp32, and results are
+rounded once, to bfloat16.
 
 If x has few rows, as in a decoding step, reading the codes takes most of the time, so the forward does not quantize x.
 A kernel multiplies the codes by the unrounded x, and then multiplies each sum by the scale of the corresponding row of

@@ -279,9 +279,10 @@ def groups_dense(
 
 
 def in_pieces(codes: Tensor, width: int) -> tuple[int, dict[str, Any]]:
-    """Return the number of pieces into which the codes are split, and the constants of a launch.
+    """Return the number of pieces into which the codes are split, and the constants that a launch of the kernel needs.
 
-    ``width`` bytes share a scale.
+    A piece has as many bytes as the alignment of the codes allows. ``width`` is the number of bytes of codes that share
+    a scale.
     """
     aligned = codes.data_ptr() | width | MOST_BYTES
     size = aligned & -aligned  # bytes of a piece: a power of 2 that divides all three numbers
@@ -301,7 +302,8 @@ def takes_group(width: int) -> bool:
 
 
 def kind_of(scales: Tensor, pairs: int, constants: GroupConstants) -> str | None:
-    """Return the ``kind`` with which `code_rows` supports groups of ``pairs`` bytes, or None if there is none."""
+    """Return the ``kind`` to pass to `code_rows` for groups of ``pairs`` bytes, or None if `code_rows` does not support
+    them."""
     if constants.HALF:
         return None
     exact = constants.SCALES == "e8m0" or (scales.dtype == torch.bfloat16 and not constants.WHOLE)

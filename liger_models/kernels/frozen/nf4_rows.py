@@ -156,7 +156,7 @@ def _pairs() -> str:
     """Return PTX that looks up both numbers of each of the four bytes in $4.
 
     $0 and $1 are set to the first numbers of the bytes, and $2 and $3 to the second numbers. A `prmt` instruction
-    chooses four bytes out of eight: for four numbers at once, it looks up one byte of each in one half of the table.
+    chooses four bytes out of eight: it looks up one byte each of four numbers, in one half of the table.
     """
     ptx = "{\n.reg .b32 s, m, a, b, h, l;\nand.b32 s, $4, 0x77777777;\n"
     ptx += "shr.u32 m, $4, 1; lop3.b32 m, m, 0x44444444, 0x32103210, 0xEA;\n"

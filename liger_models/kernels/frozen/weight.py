@@ -136,18 +136,19 @@ class FrozenWeight(NamedTuple):
         return True
 
     def data_ptr(self) -> int:
-        """Return 0, which is an aligned address.
+        """Return 0, so that checks of the alignment of a weight succeed.
 
-        A dequantized weight is newly allocated, so its address is aligned, too.
+        Products read the dequantized weight, which is newly allocated and therefore aligned.
         """
         return 0
 
     def to(self, dtype: torch.dtype) -> "FrozenWeight":
-        """Return a weight that has the same tensors, and whose dense weight has the dtype ``dtype``."""
+        """Return a weight that shares the stored tensors. Its dense weight has the dtype ``dtype``."""
         return self._replace(dtype=dtype)
 
     def new_empty(self, *size: Any, dtype: torch.dtype | None = None) -> Tensor:
-        """Allocate an uninitialized tensor on the device and, by default, in the dtype of the dense weight."""
+        """Allocate an uninitialized tensor on the weight's device. The default dtype is the dtype of the dense
+        weight."""
         return self.scales.new_empty(*size, dtype=dtype or self.dtype)
 
     def split(self, count: int) -> list["FrozenWeight"]:
@@ -262,7 +263,8 @@ class Format:
         return dy @ self.dense(weight)
 
     def pack(self, weight: FrozenWeight) -> dict[str, Tensor]:
-        """Return the weight's tensors by name, in the shapes of the parameters. `slices` takes the same shapes."""
+        """Return the weight's tensors by name, in the shapes of the parameters. `slices` takes tensors in these
+        shapes."""
         return dict(zip(self.names, weight.tensors, strict=True))
 
     def unpack(self, tensors: dict[str, Tensor], shape: torch.Size, layout: Sequence[int]) -> tuple[Tensor, ...]:
