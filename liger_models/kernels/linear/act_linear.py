@@ -99,7 +99,7 @@ def _activate(x: Tensor, act: str) -> Tensor:
 def _activate_backward(da: Tensor, x: Tensor, act: str, need_a: bool) -> tuple[Tensor, Tensor | None]:
     """Return dx and, with ``need_a``, the recomputed ``a``.
 
-    The kernel overwrites da with ``a``, so nothing else may use da.
+    The kernel writes ``a`` over da, so the caller must not use da again.
     """
     x = x.contiguous()
     da = da.contiguous().to(x.dtype)

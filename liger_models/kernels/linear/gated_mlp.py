@@ -86,13 +86,14 @@ WORKSPACE_MIB = 1024
 the chunks take 0.7 GiB for this model, so a smaller limit would save little memory."""
 
 MIN_CHUNK = 16384
-"""The maximum number of rows per chunk is never less than this number, however much memory u takes. A calculation for
-an H200 gives the share of a chunk's backward that reading and writing the sums takes: 1.5% for a chunk of this size,
-and 3% for half as many rows. These shares do not depend on C and F."""
+"""The maximum number of rows per chunk is never less than this number, however much memory u takes. Each chunk reads
+and writes the fp32 sums of the weight gradients once. A calculation for an H200 says that this takes 1.5% of the time
+of a chunk's backward for a chunk of this size, and 3% for half as many rows. The two numbers do not depend on C and
+F."""
 
 
 def _chunk_rows(N: int, row_bytes: int) -> int:
-    """Return a number of rows per chunk with which all chunks have about the same size.
+    """Return the number of rows per chunk, chosen so that all chunks have about the same size.
 
     ``row_bytes`` is the size of a row of u in bytes.
     """
@@ -208,9 +209,9 @@ class Products(NamedTuple):
 
 
 def split_rows(N: int, gate_up_weight: Weight, ranks: Group | None, recompute: bool) -> tuple[int, int]:
-    """Return how many of this rank's own rows are in a chunk, and how many ranks have rows in u.
+    """Return the number of this rank's own rows in a chunk, and the number of ranks whose rows are in u.
 
-    Without sequence parallelism, the second number is 1.
+    With sequence parallelism, u has rows of all ranks. Otherwise, the second number is 1.
     """
     num_ranks = ranks.size if ranks is not None and ranks.sequence_parallel else 1
     row_bytes = gate_up_weight.shape[0] * gate_up_weight.itemsize
@@ -413,7 +414,10 @@ def gated_mlp_backward_fake(inputs: GatedMLPUpstream) -> GatedMLPGradients:
 def gated_mlp_save(
     ctx: Any, inputs: GatedMLPInputs, outputs: GatedMLPOutputs, needs: GatedMLPNeeds, *constants: Tensor
 ) -> GatedMLPSaved:
-    """Return what the backward needs. ``constants`` are further outputs of the op, which have no gradients."""
+    """Return the tensors and constants that autograd saves for the backward.
+
+    ``constants`` are further outputs of the op that have no gradients. They are marked as not differentiable.
+    """
     mark_constants(ctx, outputs.h, needs.x or needs.residual, outputs.statistics, outputs.u, *constants)
     return GatedMLPSaved(
         h=inputs.residual if outputs.h is None else outputs.h,

@@ -258,7 +258,10 @@ def norm_linear_backward_fake(inputs: NormLinearUpstream) -> NormLinearGradients
 def norm_linear_save(
     ctx: Any, inputs: NormLinearInputs, outputs: NormLinearOutputs, needs: NormLinearNeeds, *constants: Tensor
 ) -> NormLinearSaved:
-    """Return what the backward needs. ``constants`` are further outputs of the op, which have no gradients."""
+    """Return the tensors and constants that autograd saves for the backward.
+
+    ``constants`` are further outputs of the op that have no gradients. They are marked as not differentiable.
+    """
     mark_constants(ctx, outputs.h, needs.x or needs.residual, outputs.statistics, *constants)
     h = inputs.residual if outputs.h is None else outputs.h
     return NormLinearSaved(h, outputs.statistics, inputs.norm, inputs.projection.without_bias(), inputs.ranks)

@@ -65,11 +65,12 @@ class ProjectionGradients(NamedTuple):
 
     @property
     def by_rows(self) -> bool:
-        """Whether any of the needed gradients is computed from the input rows of the projection."""
+        """Whether the backward needs the projection's input rows, which it does for the gradient of the weight, A or
+        B."""
         return bool(self.weight or self.low_rank_A or self.low_rank_B)
 
     def to(self, dtype: torch.dtype) -> "ProjectionGradients":
-        """Return the gradients in ``dtype``."""
+        """Return a copy with all gradients cast to ``dtype``."""
         return ProjectionGradients(*(None if gradient is None else gradient.to(dtype) for gradient in self))
 
 
@@ -171,7 +172,10 @@ class Product:
         return gated_act_forward(gate_up, act)
 
     def upstream(self, dy: Tensor, *, for_rows: bool, for_weight: bool) -> Any:
-        """Return dy [N, O] in the form that the products for dn (``for_rows``) and dW (``for_weight``) take."""
+        """Return dy [N, O] in the form that `rows_gradient` (for dn) and `gradients` (for dW) take.
+
+        ``for_rows`` and ``for_weight`` say whether dn and dW are needed.
+        """
         return dy
 
     def rows_gradient(self, dy: Any) -> tuple[Tensor, Tensor | None]:
@@ -243,7 +247,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | N
 
 
 def linear_forward(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | None = None) -> Tensor:
-    """Compute what `linear` computes, without a backward, for use inside ops.
+    """Compute the same result as `linear`, for use inside ops. The function has no backward.
 
     If x has few rows, a special kernel runs.
     """

@@ -19,7 +19,7 @@ def _scan_back(
 ):  # fmt: skip
     """Compute dX, dS (the gradient of the state after each chunk), and the gradient of the initial state.
 
-    This function goes from the last chunk to the first. The structure is the same as in `scan`.
+    This function goes from the last chunk to the first, and is otherwise built like `scan`.
     """
     n, head, key_head, v_columns = owned_columns(program, Hv, GROUP, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
@@ -138,7 +138,7 @@ def _tile(tensor, i, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _decays(total):
-    """Compute exp(total_i − total_j) for i ≥ j. For i < j, the result is not masked, but limited to 1."""
+    """Compute the matrix exp(total_i − total_j). Elements with i < j are at most 1, and are masked by the caller."""
     return exp(tl.minimum(total[:, None] - total[None, :], 0.0))
 
 
@@ -231,7 +231,8 @@ def _through_state(
     x, states, head, row, slot, factor, y, key_head, inside, C: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute factor · x Sᵀ for a chunk of x, and the dot product of each row of the result with the same row of y."""
+    """Return the product factor · x Sᵀ for the rows x of a chunk, and the dot product of each row of this product with
+    the same row of y."""
     product = tl.zeros([C, BLOCK_K], tl.float32)
     for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
         state = tl.trans(_tile(states, slot, 0, start, BLOCK_K, BLOCK_V))
@@ -245,7 +246,8 @@ def _through_state(
 def _add_pairs(sum, pairs, x, once, PRECISION: tl.constexpr):
     """Compute ``sum`` + pairs @ x.
 
-    The product is computed in a separate loop, because otherwise only half of the warps would compute it.
+    The product is in a loop of its own, which has one iteration if ``once`` is 1. Without this loop, only half of the
+    warps would compute the product.
     """
     for _ in tl.range(0, once, num_stages=1):
         sum = tl.dot(pairs, x, sum, input_precision=PRECISION)
@@ -259,7 +261,8 @@ def _store_gradient(
 ):  # fmt: skip
     """Store the gradient of x, where x is q or k.
 
-    ``norm`` is the inverse L2 norm of x, and ``dx`` is ``norm`` multiplied by the gradient of x · norm.
+    ``norm`` is the inverse L2 norm of x, so x̂ = x · norm is the normalized x. ``dx`` is ``norm`` multiplied by the
+    gradient of x̂.
     """
     if NORMALIZE:
         unit = x.to(tl.float32) * norm[:, None]

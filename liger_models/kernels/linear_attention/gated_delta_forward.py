@@ -103,7 +103,7 @@ def _add_dots(sum, left, right, PRECISION: tl.constexpr):
 
 @triton.jit
 def _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, ROW: tl.constexpr):
-    """For 16 rows, beginning at row ``ROW``, load three numbers each: the running sum of g, β / |k|, and 1 / |k|."""
+    """Load three numbers for each of the 16 rows from ``ROW`` on: the running sum of g, β / |k|, and 1 / |k|."""
     rows = ROW + tl.arange(0, 16)
     norm = tl.load(k_norm_ptr + rows, mask=rows < count, other=0.0)
     beta = tl.load(factor_ptr + rows, mask=rows < count, other=0.0)
@@ -228,8 +228,7 @@ def inverse_kernel(
 
 @triton.jit
 def owned_columns(program, Hv: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr):
-    """For a program of a scan, return its document, value head, key head, and the columns of the state that it
-    computes.
+    """Return what a program of a scan processes: its document, value head, key head, and columns of the state.
     """
     BLOCKS: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
     head = (program // BLOCKS % Hv).to(tl.int64)
@@ -246,7 +245,7 @@ def scan(
 ):  # fmt: skip
     """Go through the chunks of a document in order, and store the output and the final state.
 
-    With STORE_STATES (for the backward), store D and the state before each chunk, but neither the output nor the final
+    With STORE_STATES (for the backward), store D and the state before each chunk instead of the output and the final
     state. There are few programs per multiprocessor, so each step must be short. To shorten the steps, earlier kernels
     compute everything that all columns share, and offsets within a chunk are 32-bit numbers.
     """
@@ -352,7 +351,8 @@ def step_kernel(
     DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
-    """Compute the recurrence token by token, with one decay per head, or one per channel of the head's keys."""
+    """Compute the recurrence token by token. Each head has one decay or, with BY_CHANNEL, one decay per channel of its
+    keys."""
     n, head, key_head, v_columns = owned_columns(tl.program_id(0), Hv, GROUP, DV, BLOCK_V)
     k_columns = tl.arange(0, BLOCK_K)
     inside_k, inside_v = k_columns < DK, v_columns < DV

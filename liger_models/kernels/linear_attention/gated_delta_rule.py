@@ -318,7 +318,7 @@ class GatedDeltaRule(DeltaRule):
 
 
 def _matrices(x: Tensor, rows: int, columns: int) -> Any:
-    """Return a descriptor through which kernels load tiles [rows, columns] from a tensor x that holds many matrices."""
+    """Return a descriptor of a tensor x that holds many matrices. Kernels use it to load tiles [rows, columns]."""
     if x.data_ptr() % 16 or any(not size or size * x.itemsize % 16 for size in x.stride()[:2]):
         x = x.clone(memory_format=torch.contiguous_format)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns])
@@ -359,7 +359,8 @@ def inverse_like(k: Tensor, v: Tensor) -> Tensor:
 def gradients_like(
     d_out: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Allocate the gradients. If the output has no gradient, q has no gradient either, and dq is empty."""
+    """Allocate the gradients. If the output has no gradient (``d_out`` is None), q has no gradient either, and dq is
+    empty."""
     d_initial = (
         g.new_empty(0, dtype=torch.float32)
         if initial_state is None
@@ -442,7 +443,7 @@ def check_delta_rule(
     op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None,
     cu_seqlens: Tensor | None, *, by_channel: bool = False,
 ) -> None:  # fmt: skip
-    """Check the arguments of a delta rule. If ``by_channel`` is set, g must be [B, T, H, Dk]."""
+    """Raise an error unless the arguments of a delta rule match. If ``by_channel`` is set, g must be [B, T, H, Dk]."""
     check_floating(op, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"{op}: q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}.")
@@ -526,7 +527,11 @@ def run_delta_rule(
     op: Callable[..., tuple[Tensor, ...]], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
     initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float | None, normalize: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the output and the final states by running ``op``, the kernel for few tokens, or plain PyTorch."""
+    """Compute the output and the final states of a delta rule.
+
+    For a few tokens without gradients, the kernel `step_kernel` runs. Where `is_fused` is False, plain PyTorch runs. In
+    all other cases, ``op`` runs.
+    """
     T, Dk = k.shape[1], k.shape[3]
     scale = Dk**-0.5 if scale is None else float(scale)
     inputs = q, k, v, g, beta, initial_state

@@ -76,16 +76,16 @@ def in_chunks(
         since = (since + decay[..., first, :]).exp()
 
         def pairs(rows: Tensor) -> Tensor:
-            """Return the dot product of each row with each key, [.., C, C], multiplied by the decay from the token of
-            the key to the token of the row.
+            """Return the dot product of each row with each key, [.., C, C], multiplied by the decay between their
+            tokens.
             """
             if by_channel:
                 return torch.einsum("bhik,bhjk,bhijk->bhij", rows, K, between)
             return rows @ K.mT * between[..., 0]
 
         def read_state(x: Tensor) -> Tensor:
-            """Multiply each row of x by the state that its document had before this chunk, decayed up to the row's
-            token.
+            """Multiply each row of x by the state that the row's document had before this chunk. The state is first
+            decayed up to the row's token.
             """
             x = x * since
             out = (x @ state) * carried

@@ -1,5 +1,5 @@
-"""Kernels of the Kimi delta rule. They compute the operands and the token pairs of each chunk, the scans, and the other
-gradients.
+"""Kernels of the Kimi delta rule. The first kernels compute, for each chunk, the operands of the scans and the matrices
+with one element for each pair of tokens. The other kernels run the scans, and compute the gradients within the chunks.
 
 The formulas are in the docstring of `kimi_delta_rule.py`. At each level of pairs in a chunk, the factors of a row are
 computed from two running sums of g: the sum of the row's own token, and the sum of its reference token, which is in
@@ -35,7 +35,7 @@ def _level(total_ptr, total, level, count, C: tl.constexpr, DK: tl.constexpr, wi
 
 @triton.jit
 def _rounded(x, factor):
-    """Multiply x by a factor, in the dtype of x."""
+    """Multiply x by a factor in fp32, and round the product to the dtype of x."""
     return (x.to(tl.float32) * factor).to(x.dtype)
 
 
@@ -101,7 +101,7 @@ def operands_kernel(
 
 @triton.jit
 def _load_block(similarity_ptr, beta_ptr, beta_t, count, ROW: tl.constexpr, COLUMN: tl.constexpr, C: tl.constexpr):
-    """Load a block [16, 16] of M, which is 0 beyond the last token."""
+    """Load a block [16, 16] of M. Elements beyond the last token are 0."""
     rows, columns = ROW + tl.arange(0, 16), COLUMN + tl.arange(0, 16)
     inside = rows < count
     beta = tl.load(beta_ptr + rows * beta_t, mask=inside, other=0.0).to(tl.float32)
@@ -146,7 +146,7 @@ def _scan(
 ):  # fmt: skip
     """Go through the chunks of a document in order, and store the final state and, with STORE_OUT, the output.
 
-    With STORE_STATES (for the backward), store D and the state before each chunk, but no final state.
+    With STORE_STATES (for the backward), store D and the state before each chunk instead of the final state.
     """
     n, head, _, v_columns = owned_columns(program, H, 1, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
@@ -251,7 +251,7 @@ def _scan_back(
 ):  # fmt: skip
     """Compute dX, dS (the gradient of the state after each chunk), and the gradient of the initial state.
 
-    This function goes from the last chunk to the first. The structure is the same as in `_scan`.
+    This function goes from the last chunk to the first, and is otherwise built like `_scan`.
     """
     n, head, _, v_columns = owned_columns(program, H, 1, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)
@@ -368,8 +368,8 @@ def _store_gradient(
 ):  # fmt: skip
     """Store the gradient of x [C, DK], where x is q or k.
 
-    ``norm`` is the inverse L2 norm of x. ``raw_ptr`` points to a matrix R, which is ``norm`` times the gradient of x ·
-    norm. ``along`` holds the dot product of each row of R and the same row of x · norm.
+    ``norm`` is the inverse L2 norm of x. Let x̂ = x · norm be the normalized x. ``raw_ptr`` points to a matrix R, which
+    is ``norm`` times the gradient of x̂. ``along`` holds the dot product of each row of R and the same row of x̂.
     """
     tl.debug_barrier()  # wait, because other threads have stored what is read below
     index = tl.arange(0, C)

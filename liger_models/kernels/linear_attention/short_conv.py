@@ -44,7 +44,7 @@ STEP_CHANNELS, STEP_WARPS = 128, 2
 def _inputs(x: Tensor, at: Tensor, document: Tensor, edges: Tensor, initial_state: Tensor | None, K: int) -> Tensor:
     """Return the inputs x [1, T, C] of the tokens with the indices ``at``.
 
-    Inputs before a document's start are from the initial state.
+    If an index is before the start of the token's document, the input is from the initial state, or 0 without one.
     """
     if not x.shape[1]:
         x = x.new_zeros(len(x), 1, x.shape[2])
@@ -233,7 +233,7 @@ def _conv_backward_kernel(
 
 
 def _launch(x: Tensor, weight: Tensor, cu: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """Return the grid and the constants of both kernels."""
+    """Return the grid and the constants that the forward kernel and the backward kernel are launched with."""
     C, documents = x.shape[2], len(cu) - 1
     channels = min(next_power_of_2(C), CHANNELS)
     grid = slots(x.shape[0] * x.shape[1], documents, TOKENS), cdiv(C, channels)

@@ -207,8 +207,8 @@ def _head_gradients(
     H: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr,
     BLOCK_P: tl.constexpr, HAS_D: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients for one of the two tiles of a chunk, and the sums over pairs of tokens that are both in
-    this tile.
+    """For one of the two tiles of a chunk, compute the gradients, and the sums over those pairs of tokens that are both
+    in this tile.
     """
     TILE: tl.constexpr = C // 2
     BEGIN: tl.constexpr = 0 if FIRST else TILE
@@ -285,7 +285,8 @@ def _far_pairs(
     dy_t, dy_h, H: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
     P: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the sums over the pairs of a token j in the first tile of a chunk and a token i in the second tile."""
+    """Compute the sums over all pairs of one token j in the first tile of a chunk and one token i in the second
+    tile."""
     TILE: tl.constexpr = C // 2
     index = tl.arange(0, TILE)
     dtype: tl.constexpr = x_ptr.dtype.element_ty

@@ -151,9 +151,9 @@ class _Sizes:
         return bounds(*self._bounded)
 
     def scan(self, x: Tensor, block: tuple[int, int]) -> tuple[int, dict[str, Any]]:
-        """Return the number of programs of one scan, and the scan's constants.
+        """Return the number of programs of one scan, and the constants of the scan.
 
-        Each program holds a block of the state.
+        Each program holds a block of the state of one head.
         """
         rows, columns = min(self.block_n, block[0]), min(self.block_p, block[1])
         programs = self.documents * self.H * cdiv(self.N, rows) * cdiv(self.P, columns)
@@ -166,8 +166,8 @@ class _Sizes:
     ) -> dict[str, Any]:
         """Return the constants of a kernel that processes the chunks in parallel.
 
-        For each head, the kernel loads a block of a state, and ``rows`` rows of x or of the gradient of x. ``block_n``
-        and ``block_p`` are the sizes of the block. If the sizes are None, the block is the whole state.
+        For each head, the kernel loads a block [block_n, block_p] of a state, and a total of ``rows`` rows of x and dy.
+        If a size of the block is None, the block extends over the whole state in this dimension.
         """
         block_n, block_p = block_n or self.block_n, block_p or self.block_p
         stage = block_p * (block_n + rows) * x.element_size()
@@ -178,7 +178,7 @@ class _Sizes:
         return self.shape | self.chunked | constants | {"num_warps": warps}
 
     def shared(self, gradient: Tensor) -> Tensor:
-        """Return the tensor to which a kernel writes a gradient of B or C.
+        """Return the tensor to which a kernel writes the gradient of B or of C.
 
         If one program sums over all heads of a group, this tensor is the gradient [tokens, G, N] itself. Otherwise,
         this tensor is [programs · tokens, G, N] and holds the programs' sums in fp32.

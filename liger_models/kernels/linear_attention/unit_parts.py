@@ -84,7 +84,7 @@ def _unit_parts_kernel(
 def _constants(
     units: int, sizes: tuple[int, ...], counts: tuple[int, ...], scales: tuple[float, ...], tokens: int
 ) -> dict[str, object]:
-    """Return the constants of the kernel for groups of ``tokens`` tokens."""
+    """Return the constants of the kernel if a group of programs processes ``tokens`` tokens."""
     widths = [units * size for size in sizes]
     outputs = [output for output, count in enumerate(counts) for _ in range(count)]
     firsts, starts, columns = [0], [0], []
@@ -105,7 +105,7 @@ def _move(
     x: Tensor, outputs: Sequence[Tensor], units: int, sizes: Sequence[int], counts: Sequence[int],
     scales: Sequence[float], back: bool,
 ) -> None:  # fmt: skip
-    """Launch the kernel for x [N, U · R]."""
+    """Launch the kernel that moves parts from x [N, U · R] to the outputs or, with ``back``, from the outputs to x."""
     tokens = len(x)
     if not x.numel():
         return

@@ -52,7 +52,7 @@ def _accept_drafts_kernel(
     chosen_ptr, token_ptr, agree_ptr, stop_ptr, length_ptr, remaining_ptr, count_ptr, new_ptr, last_ptr,
     K: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Accept the drafts of a row."""
+    """Decide how many new tokens a row gets, and update the state of the row."""
     await_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     at, stop = tl.arange(0, WIDTH), tl.arange(0, BLOCK)

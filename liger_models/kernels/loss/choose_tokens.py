@@ -108,7 +108,8 @@ def _combine_choices_kernel(
     logits_ptr, parts_ptr, index_ptr, token_ptr, log_prob_ptr, V, logits_n,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Choose the best token among the best tokens of a row's parts, and add the sums of the parts."""
+    """Combine the results for the parts of a row: choose the best of their best tokens, and compute the log-sum-exp of
+    all logits from their sums."""
     await_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)

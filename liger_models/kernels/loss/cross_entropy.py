@@ -112,7 +112,8 @@ def write_zeros(ptr, columns, V, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_block(ptr, column, V, MASKED: tl.constexpr, EVICT: tl.constexpr):
-    """Load logits or class weights. A mask prevents vector loads, so MASKED is set only where a mask is needed."""
+    """Load logits or class weights. With MASKED, columns beyond the vocabulary are masked. A mask prevents vector
+    loads, so MASKED is set only where it is needed."""
     if MASKED:
         return tl.load(ptr + column, mask=column < V, other=0.0, eviction_policy=EVICT)
     return tl.load(ptr + column, eviction_policy=EVICT)
@@ -289,7 +290,10 @@ def _chunk_in_torch(
     predict: bool,
     entropy: Tensor | None,
 ) -> TokenStatistics:
-    """Compute in plain PyTorch, without autograd, what the kernel computes on devices with Triton."""
+    """Compute the statistics and the gradient of a chunk of rows in plain PyTorch, without autograd.
+
+    This is the reference implementation of `_cross_entropy_kernel`.
+    """
     ignore_index, label_smoothing, z_loss, softcap, logit_scale = options
     V = logits.shape[-1]
     z = final_logits(logits, logit_scale, softcap)

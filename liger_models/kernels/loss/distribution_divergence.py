@@ -157,7 +157,7 @@ def _terms(
         factors: [N], the weight of each row's terms in the loss.
         terms: whether to return the terms [N, V].
         gradient: [N, V], to which the derivative of each term, multiplied by the row's factor, is written.
-        upstream: [N, V], the upstream gradient of each term, by which the gradient is also multiplied.
+        upstream: [N, V], the upstream gradient of each term. The gradient is multiplied by it, too.
         sums: whether to return the sum [N] of each row's terms.
 
     Returns:

@@ -357,7 +357,8 @@ def _rows_in_torch(
     student: Tensor, teacher: Tensor, gradient: Tensor | None, target: Tensor, factors: Tensor,
     options: DivergenceOptions,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute in plain PyTorch, without autograd, what the kernel computes on devices with Triton."""
+    """Compute the losses and the gradient of rows in plain PyTorch, without autograd. This is the reference
+    implementation of `_divergence_kernel`."""
     kind, beta, temperature, soft_weight, hard_weight, ignore_index, softcap, scale = options[:8]
     z = final_logits(student, scale, softcap)
     u = final_logits(teacher, options.teacher_logit_scale, options.teacher_softcap)
@@ -454,7 +455,7 @@ class LinearDivergenceInputs(NamedTuple):
 
 
 class LinearDivergenceOutputs(NamedTuple):
-    """Outputs of the op `linear_divergence`, in the order that `HandOver` requires."""
+    """Outputs of the op `linear_divergence`: the losses, then the gradients and their scale, as `HandOver` requires."""
 
     loss: Tensor
     soft: Tensor

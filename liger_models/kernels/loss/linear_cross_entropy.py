@@ -175,8 +175,8 @@ SHARD = Argument(
 """Represents a `VocabShard` by arguments of an op. The default values mean that the vocabulary is not sharded."""
 
 IGNORED = -100
-"""Value that replaces ``ignore_index`` in local targets, where -1 marks a target of another rank. ``ignore_index``
-itself may be -1."""
+"""Value that replaces ``ignore_index`` in targets that are indices into a shard. There, -1 marks a target in the shard
+of another rank, so an ``ignore_index`` of -1 would be ambiguous."""
 
 
 class LinearCrossEntropyInputs(NamedTuple):
@@ -196,7 +196,8 @@ class LinearCrossEntropyInputs(NamedTuple):
 
 
 class LinearCrossEntropyOutputs(NamedTuple):
-    """Outputs of the op `linear_cross_entropy`, in the order that `HandOver` requires."""
+    """Outputs of the op `linear_cross_entropy`: the loss and other results, then the gradients and their scale, as
+    `HandOver` requires."""
 
     loss: Tensor
     z_loss: Tensor

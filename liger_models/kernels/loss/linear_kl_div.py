@@ -139,7 +139,7 @@ def _linear_kl_div_kernel(
 
 
 def _rows_in_torch(logits, p, gradient, target, factors, options) -> Tensor:
-    """Compute in plain PyTorch, without autograd, what `_rows` computes on devices with Triton."""
+    """Compute the divergence and the gradient of rows in plain PyTorch, without autograd; see `_rows`."""
     temperature, eps, ignore_index, softcap, logit_scale = options
     p, valid = p.to(logits.dtype), target != ignore_index
     s = _log_probs(logits, temperature, softcap, logit_scale)
@@ -153,8 +153,8 @@ def _rows_in_torch(logits, p, gradient, target, factors, options) -> Tensor:
 
 
 def _rows(logits, p, gradient, target, factors, options) -> Tensor:
-    """Compute the divergence of each row. If ``gradient`` is given, the gradient of the logits, multiplied by
-    ``factors``, is written to it.
+    """Compute the divergence of each row. If ``gradient`` is given, also write the gradient of the logits to it. Each
+    row of the gradient is multiplied by the row's factor.
     """
     if not use_triton(logits):
         return _rows_in_torch(logits, p, gradient, target, factors, options)
@@ -188,7 +188,7 @@ class LinearKLDivInputs(NamedTuple):
 
 
 class LinearKLDivOutputs(NamedTuple):
-    """Outputs of the op `linear_kl_div`, in the order that `HandOver` requires."""
+    """Outputs of the op `linear_kl_div`: the loss, then the gradients and their scale, as `HandOver` requires."""
 
     loss: Tensor
     gradients: HeadGradients

@@ -146,7 +146,8 @@ def _gradient_kernel(
 def _statistics(
     logits: Tensor, target: Tensor, options: LossOptions, *, predict: bool = False, gradient: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """For each row, return the log-probability, the entropy, lse [N, 2] and, with ``predict``, the most probable token.
+    """For each row, return the target's log-probability, the entropy, lse [N, 2] (max z and Σ exp(z − max z)) and, with
+    ``predict``, the most probable token.
 
     Args:
         gradient: [N, V], to which the gradient of the negative log-probabilities is written.
@@ -472,7 +473,7 @@ def log_probs_of_sum(
         target: [...].
         ahead: whether the forward computes the gradients. If the loss is known not to be a multiple of the sum, pass
             False. Four products are then needed.
-        when_other: function that the backward calls if the loss is not a multiple of the sum.
+        when_other: function that the backward calls if it finds that the loss is not a multiple of the sum.
         Others: as in `fused_linear_logprobs`.
 
     Returns:
@@ -647,7 +648,7 @@ def _loss_and_gradients(
 
 
 def _upstream(loss_of: Callable[[Tensor], tuple[Tensor, More]], log_probs: Tensor) -> Tensor:
-    """Compute the gradient [B, T] of the loss with respect to the negative log-probabilities."""
+    """Return the gradient [B, T] of the loss ``loss_of(log_probs)`` with respect to the negative log-probabilities."""
     with torch.enable_grad():
         leaf = log_probs.detach().clone().requires_grad_()
         (gradient,) = torch.autograd.grad(loss_of(leaf)[0], leaf)
@@ -666,9 +667,10 @@ def _one_unit(
 ) -> tuple[Tensor, More, tuple[Tensor, Tensor, Tensor]]:
     """Compute `_loss_and_gradients` for a sequence or pair, if all targets of each sequence have the same gradient.
 
-    What a sequence adds to the gradients of x, weight and bias is then proportional to this common gradient, called the
-    factor. For the first sequence, the gradients are summed for the factor 1, and multiplied by the factor once it is
-    known. Only the logits of the second sequence are kept until then.
+    What a sequence adds to the gradients of x, weight and bias is then proportional to this common gradient, which is
+    called the factor of the sequence. It is known only after the log-probabilities of both sequences. The gradients of
+    the first sequence are therefore computed as if its factor were 1, and are multiplied by the factor later. Only the
+    logits of the second sequence are kept in the meantime.
     """
     (B, T, C), V = x.shape, len(weight)
     parts = [slice(start, min(start + step, T)) for start in range(0, T, step)]

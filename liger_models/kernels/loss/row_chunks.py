@@ -59,8 +59,8 @@ def _equal_rows(N: int, limit: int) -> int:
 
 
 def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None, *, trained: bool = True) -> int:
-    """Return a number of rows per chunk. With it, each chunk fits into the budget, and all chunks have about the same
-    size.
+    """Return the number of rows per chunk, chosen so that the buffers of a chunk fit into the budget and all chunks
+    have about the same size.
 
     The result is a multiple of ROW_MULTIPLE, which makes matrix products fast.
 
@@ -84,7 +84,7 @@ def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None, *, trai
 
 
 def _split_words(V: int, size: int) -> list[int]:
-    """Split V vocabulary entries into parts of at most ``size``.
+    """Return the sizes of the parts into which V vocabulary entries are split. A part has at most ``size`` entries.
 
     The size of every part except the last is a multiple of COLUMN_MULTIPLE.
     """
@@ -133,8 +133,8 @@ def _allocate_sums(weight: Tensor, chunks: int) -> tuple[Tensor | None, list[Ten
     """Allocate memory for the sum of dweight.
 
     Returns:
-        The sum as one tensor, and a list of views of the sum's parts. For a bf16 weight with many chunks: None, and a
-        list of fp32 blocks.
+        The sum as one tensor, and a list of views of the parts of this tensor. If the weight is in bf16 and there are
+        many chunks, the sum consists of fp32 blocks instead: the results are then None and the list of blocks.
     """
     V, C = weight.shape
 

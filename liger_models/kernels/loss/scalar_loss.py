@@ -73,7 +73,8 @@ def _scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _no_second_derivative(d_result: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Raise RuntimeError, because the gradients that the forward of a loss has computed have no autograd graph."""
+    """Raise RuntimeError if a second derivative is requested. The forward of a loss computes the gradients without an
+    autograd graph, so they cannot be differentiated again."""
     raise RuntimeError(
         "backward: a fused loss has no second derivative, got create_graph=True or a transform that computes one. Use "
         "a loss of the logits."
@@ -129,9 +130,7 @@ def fused_loss(op: Op[Any, Any], inputs: Any) -> tuple[Any, ...]:
 
 
 def fused_loss_fake(x: Tensor, weight: Tensor, needs: HeadNeeds) -> tuple[HeadGradients, Tensor]:
-    """Return fake tensors for two results of an op that `fused_loss` runs.
-
-    The two results are the gradients (of x, weight and bias) and the scale.
+    """Return fake gradients of x, weight and bias, and a fake scale, for an op that `fused_loss` runs.
 
     Each gradient has the dtype in which it is summed.
     """
@@ -228,6 +227,6 @@ class HandOver(torch.autograd.Function):
 
 
 def _split_results(outputs: Any, indices: tuple[int, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
-    """Split the outputs of an op, whose order `HandOver` describes, into results, gradients and scale."""
+    """Split the outputs of an op into results, gradients and scale. `HandOver` describes the order of the outputs."""
     count = len(outputs) - len(indices) - 1
     return outputs[:count], outputs[count:-1], outputs[-1]

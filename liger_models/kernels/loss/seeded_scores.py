@@ -29,7 +29,7 @@ _LOW = 0xFFFFFFFF
 
 
 def _hash(x: Tensor) -> Tensor:
-    """Map 32-bit integers, held in int64, to 32-bit hashes.
+    """Return the 32-bit hashes of 32-bit integers, which are held in int64 tensors.
 
     The map is a bijection, and the hashes show no visible patterns.
     """
@@ -54,7 +54,7 @@ def exponential_noise(seeds: Tensor, step: int | Tensor, vocab_size: int) -> Ten
 
 @triton.jit
 def _hash_uint32(x):
-    """Compute `_hash` of uint32 integers."""
+    """Return the same hashes as `_hash`, for uint32 integers in a kernel."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)

@@ -53,9 +53,9 @@ def verify_drafts_reference(
 
 @triton.jit
 def _add_exponentials(most, total, x):
-    """Add exp(x) to the sum of each lane, and return the new maxima and sums.
+    """Add exp(x) to a running sum of exponentials in each lane, and return the new maxima and sums.
 
-    The sum of a lane with the maximum m is stored as Σ exp(x − m).
+    ``most`` holds the maximum m of the numbers x so far in each lane, and ``total`` holds Σ exp(x − m).
     """
     higher = tl.maximum(most, x)
     base = tl.where(higher == float("-inf"), 0.0, higher)  # −inf if the lane has no finite number yet
@@ -76,7 +76,7 @@ def _verify_drafts_kernel(
     logits_ptr, scores_ptr, draft_ptr, proposed_ptr, draft_log_prob_ptr, seed_ptr, chosen_ptr, agree_ptr, log_prob_ptr,
     V, logits_n, scores_n, draft_n, K: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Choose the token at one position of a row."""
+    """Accept the draft at one position of a row, or draw another token, and store the log-probability of the result."""
     await_previous(OVERLAPS)
     at = tl.program_id(0).to(tl.int64)
     row, index = at // (K + 1), at % (K + 1)

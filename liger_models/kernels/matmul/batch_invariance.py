@@ -62,7 +62,8 @@ ELEMENTWISE: tuple[Callable[..., Tensor], ...] = (
 
 
 class _InvariantFunctions(TorchFunctionMode):
-    """Replaces ``F.linear`` with `invariant_linear` and, on the CPU, runs elementwise functions row by row."""
+    """A function mode that runs `invariant_linear` in place of ``F.linear``. On the CPU, it also runs elementwise
+    functions row by row."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None

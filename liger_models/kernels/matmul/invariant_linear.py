@@ -60,7 +60,7 @@ GROUPED_TILES = 8
 
 
 def each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply ``function`` separately to a copy of each row [C] of x [..., C], and return the results [..., O].
+    """Apply ``function`` to a copy of each row [C] of x [..., C], one row at a time, and return the results [..., O].
 
     On a CPU, even the result of an elementwise function depends on the element's position: the last few elements do not
     fill a vector register, and are computed by other instructions.

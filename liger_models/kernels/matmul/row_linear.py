@@ -13,7 +13,7 @@ only two thirds of the memory bandwidth.
 
 If x has 2 to `MOST_ROWS` rows, the kernel uses matrix units. If W has too few rows to occupy all multiprocessors, the
 columns of W are split among several programs, and a second kernel adds the programs' sums. If W is small, however,
-launching a second kernel would take longer than reading W. If W is small and x has at most `MOST_SMALL_ROWS` rows, a
+launching a second kernel would take longer than reading W. For a small W and up to `MOST_SMALL_ROWS` rows of x, a
 single kernel with smaller tiles therefore computes all sums.
 
 Even if x has several rows, x @ Aᵀ and z are computed by the kernel for a single row, with a separate program for each
@@ -125,7 +125,7 @@ def low_rank_row(B, low_ptr, R, RANKS: tl.constexpr, LOW: tl.constexpr):
 def store_row(
     y, first, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Add the bias to ROWS sums for one row of x, and store the sums. With an ACT, also store act(gate) · up.
+    """For one row of x, add the bias to ROWS sums, and store the results. With an ACT, also store act(gate) · up.
 
     ``first`` is the index of the first sum. With an ACT, ``first`` is even.
     """
@@ -232,7 +232,8 @@ def _rows_linear_kernel(
 ):  # fmt: skip
     """Compute ROWS results for up to COLUMNS rows of x.
 
-    With several PARTS, each program sums over only one part of the columns of W, and `_add_rows_kernel` adds the sums.
+    With several PARTS, the columns of W are divided into parts. A program then sums over one part only, and
+    `_add_rows_kernel` adds up the sums of all parts.
 
     With EARLY, the kernel may start before the previous kernel has ended, and W must not have scales.
     """
@@ -292,7 +293,7 @@ def _add_rows_kernel(
 
 
 def are_few(x: Tensor, most: int) -> bool:
-    """Return whether x [..., K] has one row or, in half precision, up to ``most`` rows.
+    """Return whether x [..., K] has few enough rows: one row or, in half precision, up to ``most`` rows.
 
     Inside `batch_invariant`, the result is False.
     """
@@ -343,11 +344,11 @@ def _launch_by_row(x: Tensor, weight: Tensor, y: Tensor, low: str = "") -> None:
 
 
 def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Launch the kernel for ``x @ Aᵀ``, where rows x [..., K] are contiguous, and return arguments of the kernel for y.
+    """Launch the kernel for ``x @ Aᵀ``, and return the arguments that the kernel for y needs to add the low-rank term.
 
-    The next kernel to be launched must be the kernel for y. If x has a single row, the kernel for y may start early.
-    The kernel for y reads some tensors before it waits for the kernel for x @ Aᵀ. If the kernel for y starts early,
-    these tensors must already be complete.
+    The rows of x [..., K] must be contiguous. The next kernel to be launched must be the kernel for y. If x has a
+    single row, the kernel for y may start early. The kernel for y reads some tensors before it waits for the kernel for
+    x @ Aᵀ. If the kernel for y starts early, these tensors must already be complete.
 
     Returns:
         The arguments ``(x @ Aᵀ, B, R)`` of the kernel for y, and the constants and options of that kernel's launch.

@@ -90,7 +90,7 @@ def _split(x):
 def _wide_linear_input_kernel(
     dy_ptr, weight_ptr, dx_ptr, N, X, C, weight_m, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Write a tile [ROWS, COLUMNS] of dx [N, C], computed as the transpose of Wᵀ @ dyᵀ.
+    """Write a tile [ROWS, COLUMNS] of dx [N, C]. The tile is computed as the transpose of a tile of Wᵀ @ dyᵀ.
 
     In this product, dy (split into three bf16 numbers) is the right factor, and is therefore read from shared memory.
     If dy were the left factor, it would be read from registers. With Triton 3.6, the loop might then overwrite these
@@ -144,7 +144,8 @@ def _outputs(X: int) -> int:
 
 
 def _runs(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the Triton kernels compute the layer. Otherwise, the op casts x and the weight to fp32."""
+    """Return whether the Triton kernels run. If they do not, the op casts x and the weight to fp32 and multiplies
+    them."""
     return x.dtype == weight.dtype == torch.bfloat16 and use_triton(x) and len(x) >= MIN_ROWS
 
 

@@ -48,10 +48,10 @@ def drop(rows: Tensor, order: Tensor, seed: Tensor, dropout: float, K: int, numb
 
     Args:
         rows: [S, W], sorted by expert.
-        order: [S] int32, the index of the copy in each row, from `sort_by_expert`.
+        order: [S] int32, for each row, the index of the copy that the row holds, from `sort_by_expert`.
         seed: [2], from `draw_seed`.
         dropout: the probability p.
-        K: number of consecutive copies in which the same elements are dropped.
+        K: number of copies with consecutive indices in which the same elements are dropped.
         number: index of the seed to use.
     """
     out = torch.empty_like(rows)

@@ -40,8 +40,8 @@ def expert_act_reference(gate_up: Tensor, act: str, limit: float = 0.0) -> Tenso
 
 @triton.jit
 def _expert_act(gate, up, limit, ACT: tl.constexpr):
-    """Compute two factors ``a`` and ``u``, whose product is the activation, and the derivatives da / dgate and du /
-    dup.
+    """Return four tensors: the factors ``a`` and ``u``, whose product is the activation, and the derivatives da / dgate
+    and du / dup.
     """
     if ACT == "clamped_swiglu":
         a, slope = _activation(tl.minimum(gate, limit), "quick_gelu")

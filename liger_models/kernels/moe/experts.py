@@ -135,8 +135,8 @@ def _low_rank_term(rows: Tensor, low_rank: LowRank, ends: Tensor) -> Tensor:
 
 @triton.jit
 def _expert_of(row, ends_ptr, X, BLOCK_X: tl.constexpr):
-    """Return the expert of a sorted row. The index of this expert is the number of experts whose rows all come before
-    this row.
+    """Return the index of the expert to which a sorted row belongs. It is the number of experts e for which ends[e] is
+    at most ``row``.
     """
     lanes = tl.arange(0, BLOCK_X)
     ends = tl.load(ends_ptr + lanes, mask=lanes < X, other=2147483647)
@@ -147,7 +147,7 @@ def _expert_of(row, ends_ptr, X, BLOCK_X: tl.constexpr):
 def _load_biased(
     gate_up_ptr, bias_ptr, start, left, BIAS: tl.constexpr, BLOCK: tl.constexpr, INPUTS: tl.constexpr
 ):  # fmt: skip
-    """Load gate and up for BLOCK results, beginning with result ``start``, and add their biases, in fp32.
+    """Load gate and up for the BLOCK results from index ``start`` on, add their biases, and return them in fp32.
 
     If the activation has only one input, this input is returned as the gate, and up is 1.
     """
@@ -282,7 +282,7 @@ def _act_backward(
 
 
 def _low_rank_library(library: bool, A: Tensor, B: Tensor) -> bool:
-    """Return whether the products with low-rank matrices can also run in PyTorch's grouped_mm.
+    """Return whether PyTorch's grouped_mm can compute the products with the low-rank matrices A and B.
 
     PyTorch's grouped_mm requires that the rows of the low-rank matrices consist of whole 16-byte vectors.
     """
@@ -307,7 +307,8 @@ def _drops(order: Tensor, seed: Tensor | None, dropout: float, K: int) -> tuple[
 def _product(
     rows: Tensor, weight: Tensor, low_rank: LowRank | None, ends: Tensor, library: bool, drop_rows: Drop
 ) -> Tensor:
-    """Multiply each row [in] by its expert's transposed matrix [out, in], and add the low-rank term if there is one."""
+    """Multiply each row [in] by the transposed matrix of the row's expert. The matrix is [out, in]. If there is a
+    low-rank term, add it."""
     if takes_few(rows, weight):
         out = few_product(rows, weight, ends)
     else:
@@ -325,7 +326,8 @@ def _input_gradient(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradient [S, in] of the input rows of `_product`.
 
-    The second result is the gradient [S, R] of the product with A, or None if there is no low-rank term.
+    The second result is the gradient [S, R] of rows · Aᵀ, the first product of the low-rank term. It is None if there
+    is no low-rank term.
     """
     d_rows = grouped_mm(d_out, dense(weight), ends, library)
     if low_rank is None:

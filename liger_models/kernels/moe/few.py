@@ -64,11 +64,12 @@ def _few_tile(
     tile, where_ptr, COUNT, SORTED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):  # fmt: skip
     """Return the expert of a tile, the first row of the tile, the end of the expert's rows, and whether the tile has
-    rows.
+    rows to compute.
 
     If rows are sorted, ``where_ptr`` holds COUNT numbers: for each expert, the index of the end of its rows. If rows
     are not sorted, ``where_ptr`` holds COUNT indices: the expert of each copy. There is then one tile for each copy,
-    and the returned row of a copy is the number of earlier copies with the same expert.
+    and a copy's row is the number of earlier copies with the same expert. Only some of these tiles have rows to
+    compute: the tiles whose copy is the first of up to BLOCK_ROWS copies with the same expert.
     """
     if SORTED:
         expert, first, end = _rows_of_tile(tile, where_ptr, COUNT, BLOCK, BLOCK_ROWS)
@@ -88,7 +89,8 @@ def _few_tile(
 def _few_rows(
     tile, where_ptr, COUNT, expert, first, end, SORTED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):  # fmt: skip
-    """Return the indices of a tile's rows or copies, and a mask of the rows or copies that exist."""
+    """Return the indices of the rows (or, if rows are not sorted, of the copies) in a tile, and a mask that is True
+    where one exists."""
     wanted = first + tl.arange(0, BLOCK_ROWS)
     if SORTED:
         rows = wanted
@@ -109,7 +111,8 @@ def _few_store(
     total, expert, rows, inside, bias_ptr, out_ptr, OUT, limit, ACT: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile's sums or, with an ACT, add the bias and store the activation. Rounding is as in `moe_mlp`."""
+    """Store a tile's sums. With an ACT, instead add the bias to the sums, and store the activation of the results.
+    Rounding is as in `moe_mlp`."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     start = (tl.program_id(0) % tl.cdiv(OUT, BLOCK_OUT)) * BLOCK_OUT
     total = total.to(dtype)
@@ -143,7 +146,7 @@ def _few_nf4_kernel(
     SCALES_PER_FACTOR: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
 ):  # fmt: skip
-    """Compute what `_few_kernel` computes, for matrices stored in NF4.
+    """Compute the same results as `_few_kernel`, but from matrices that are stored in NF4.
 
     Each step reads BLOCK_IN codes that share a scale from each of BLOCK_OUT rows of the expert's matrix.
     """
@@ -186,7 +189,7 @@ def _few_groups_kernel(
     CODES: tl.constexpr, SCALES: tl.constexpr, WHOLE: tl.constexpr, HALF: tl.constexpr, OVERLAPS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute what `_few_kernel` computes, for matrices stored in the formats of `frozen.groups`.
+    """Compute the same results as `_few_kernel`, but from matrices that are stored in a format of `frozen.groups`.
 
     Each step reads GROUPS groups of PAIRS bytes of codes from each of BLOCK_OUT rows of the expert's matrix.
     """

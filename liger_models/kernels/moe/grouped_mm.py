@@ -81,7 +81,7 @@ GROUPED_PRODUCT = define_op(
 
 @triton.jit
 def _rows_of_tile(tile, ends_ptr, X, BLOCK_X: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """Return the expert of a tile's rows, the tile's first row, and the end of the expert's rows.
+    """Return the expert to which a tile's rows belong, the first row of the tile, and the end of the expert's rows.
 
     If the tile has no rows, the returned expert index is X or larger.
     """

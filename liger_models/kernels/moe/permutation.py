@@ -29,8 +29,8 @@ reads the experts of all copies twice. Experts are stored as 16-bit integers, wh
 exchange no data, so a single launch suffices."""
 
 ROW_BLOCK = 1024
-"""Maximum number of columns that a program of `permute` or `unpermute` moves. In bf16, these are one 16-byte vector per
-thread and row. The loads or stores of all K rows are in flight at the same time."""
+"""Maximum number of columns that a program of `permute` or `unpermute` moves. In bf16, each thread then moves one
+16-byte vector of each row. The loads or stores of all K rows are in flight at the same time."""
 
 MAX_COPIES = 2**30
 MAX_EXPERTS = 2**15 - 1
@@ -40,7 +40,8 @@ beyond the last copy, and experts are 16-bit integers."""
 
 @triton.jit
 def _sort_kernel(experts_ptr, order_ptr, slot_ptr, ends_ptr, S, BLOCK: tl.constexpr):
-    """The program with the index e writes the copies of expert e after the copies of all earlier experts."""
+    """Program e sorts the copies of expert e: it writes their indices to ``order`` after the copies of experts 0 to e −
+    1."""
     expert = tl.program_id(0)
     indices = tl.arange(0, BLOCK)
     # A first loop counts the copies of earlier experts. The count is the index of this expert's first row.

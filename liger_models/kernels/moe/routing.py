@@ -166,7 +166,7 @@ def _mix_one_by_one(logits: Tensor, routing: Routing, given: Tensor | None) -> t
 
 
 def _in_best_groups(choice: Tensor, routing: Routing) -> Tensor:
-    """Return the choice scores [N, X] with −inf for all experts outside of each token's best groups."""
+    """Return a copy of the choice scores [N, X], with −inf for the experts that are not in a token's best groups."""
     grouped: Tensor = choice.unflatten(-1, (routing.groups, -1))
     best = grouped.amax(-1) if routing.group_score == "max" else grouped.topk(2, -1).values.sum(-1)
     chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(routing.top_groups).indices, True)
@@ -174,7 +174,7 @@ def _in_best_groups(choice: Tensor, routing: Routing) -> Tensor:
 
 
 def _check_given(given: Tensor, logits: Tensor, top_k: int) -> None:
-    """Raise ValueError unless, for each token, ``given`` contains valid experts or begins with a negative entry."""
+    """Raise ValueError unless each row of ``given`` either contains valid experts or begins with a negative entry."""
     (N, X), dtype = logits.shape, given.dtype
     integers = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
     if given.shape != (N, top_k) or not integers:  # the message is formatted only here, because N may be symbolic
@@ -190,7 +190,8 @@ def _check_given(given: Tensor, logits: Tensor, top_k: int) -> None:
 
 @triton.jit
 def _load_logits(logits_ptr, rows, lanes, N, X):
-    """Load the tokens' logits in fp32, with −inf beyond the last expert, and 0 in rows beyond the last token."""
+    """Load the tokens' logits in fp32. Elements beyond the last expert are −inf, and rows beyond the last token are
+    0."""
     inside = (rows < N)[:, None] & (lanes < X)[None, :]
     logits = tl.load(logits_ptr + rows[:, None] * X + lanes[None, :], mask=inside, other=0.0).to(tl.float32)
     return tl.where(lanes[None, :] < X, logits, float("-inf"))
@@ -198,7 +199,8 @@ def _load_logits(logits_ptr, rows, lanes, N, X):
 
 @triton.jit
 def _ordered(numbers):
-    """Map fp32 numbers to integers above −2147483647, such that the integers have the same order as the numbers.
+    """Map fp32 numbers to int32 integers in the same order. All results are above −2147483647, which marks excluded
+    experts.
 
     NaN is mapped to the largest integer.
     """
@@ -236,8 +238,10 @@ def _best_groups(
 
 @triton.jit
 def _softmax_of_near(logits, free, mine, tolerance):
-    """Return a softmax over two kinds of experts: the expert that is chosen now (``mine``), and all experts that are
-    not chosen yet (``free``) and whose logits are near the largest of these.
+    """Return the softmax over the experts that compete for one choice.
+
+    These are the chosen expert (``mine``), and those of the experts not chosen before (``free``) whose logits are near
+    the largest logit of ``free``.
     """
     best = tl.max(tl.where(free, logits, float("-inf")), 1)[:, None]
     far = best - logits > tolerance * tl.maximum(tl.abs(logits), best)  # False beyond the last expert: inf > inf

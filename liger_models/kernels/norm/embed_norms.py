@@ -37,7 +37,7 @@ def _embed_norms_kernel(
     table_ptr, token_ptr, hidden_ptr, embed_weight_ptr, hidden_weight_ptr, y_ptr, C, token_n, hidden_n, eps,
     weight_offset, SCALE_IN_FP32: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Normalize the embedding (program 0) or the hidden state (program 1) of a row."""
+    """For one row, program 0 normalizes the token's embedding, and program 1 normalizes the hidden state."""
     await_previous(OVERLAPS)
     row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)

@@ -59,7 +59,7 @@ def gated_norm_reference(
 
 @triton.jit
 def _gate(gate, SILU: tl.constexpr):
-    """Compute the activation of the gate, and its derivative."""
+    """Return the activation of the gate, and the derivative of this activation."""
     s = tl.sigmoid(gate)
     if SILU:
         return gate * s, s * (1.0 + gate * (1.0 - s))
@@ -68,7 +68,7 @@ def _gate(gate, SILU: tl.constexpr):
 
 @triton.jit
 def _rows(ptr, rows, H, outer, inner, D: tl.constexpr, BLOCK: tl.constexpr, N):
-    """Load rows [ROWS, BLOCK] of a strided tensor [N / H, H, D] in fp32."""
+    """Load rows of a strided tensor [N / H, H, D] as fp32 [ROWS, BLOCK]."""
     columns = tl.arange(0, BLOCK)[None, :]
     at = (rows // H * outer + rows % H * inner)[:, None] + columns
     return tl.load(ptr + at, mask=(rows < N)[:, None] & (columns < D), other=0.0).to(tl.float32)
@@ -177,15 +177,16 @@ def _gradients_like(x: Tensor, gate: Tensor, weight: Tensor | None) -> tuple[Ten
 
 
 def _rows_of(x: Tensor, groups: int) -> tuple[int, int]:
-    """For x [outer, H, D], return the number of rows that share a weight, and how many of them have the same outer
-    index.
+    """For x [outer, H, D], return two numbers: the number of rows that share a weight, and the number of these rows
+    within one outer index.
     """
     inner = 1 if groups > 1 else x.shape[1]
     return x.shape[0] * inner, inner
 
 
 def _constants(D: int) -> dict[str, int]:
-    """Return the constants of both kernels, such as the columns per row (BLOCK) and the rows per tile (ROWS)."""
+    """Return the constants of the forward and backward kernels, such as the columns per row (BLOCK) and the rows per
+    tile (ROWS)."""
     block = next_power_of_2(D)
     return {"D": D, "BLOCK": block, "ROWS": max(TILE // block, 1), "num_warps": max(min(block // 512, 16), WARPS)}
 

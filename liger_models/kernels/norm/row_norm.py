@@ -86,9 +86,9 @@ def _load_bias(b_ptr, columns, inside):
 
 @triton.jit
 def _add_residual(h, residual_ptr, h_ptr, start, columns, inside):
-    """Add the residual to x (the argument ``h``), and store the sum in the dtype of the residual stream.
+    """Return the sum of x, which is passed as ``h``, and the residual, and store this sum in the dtype of the residual.
 
-    Without a residual, return x.
+    Without a residual, return x, and store nothing.
     """
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + start + columns, mask=inside, other=0.0)
@@ -279,8 +279,8 @@ def _rms_norm_backward_wide_kernel(
 def _rms_norm_weight_gradient_kernel(
     dy_ptr, h_ptr, rstd_ptr, dw_ptr, N, C, SCALE_IN_FP32: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Compute BLOCK columns of a partial sum of dw. With n programs for these columns (``num_programs(1)``), a program
-    sums over every n-th row.
+    """Compute BLOCK columns of a partial sum of dw. The rows are divided among n programs (``num_programs(1)``), each
+    of which sums over every n-th row.
     """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < C
@@ -384,7 +384,8 @@ def norm_backward(
     need_dw: bool, need_db: bool = False, sum_dtype: torch.dtype | None = None, need_y: bool = False,
     y_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return ``(dx, dw, db, y)``, where y is the recomputed output of the forward.
+    """Compute the backward of the norm, and return ``(dx, dw, db, y)``, where y is the recomputed output of the
+    forward.
 
     Results that are not needed are None.
 

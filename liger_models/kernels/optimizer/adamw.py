@@ -138,7 +138,7 @@ def write_rounded(tensor: Tensor, new: Tensor, generator: torch.Generator | None
 
 @triton.jit
 def _tensor_at(address_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return a pointer to the tensor whose address is in the table at ``address_ptr``."""
+    """Load a tensor's address from the table entry at ``address_ptr``, and return it as a pointer to DTYPE."""
     pointer = tl.load(address_ptr).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -147,7 +147,7 @@ def _tensor_at(address_ptr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _draw(start, seed, stream, step, BLOCK: tl.constexpr):
-    """Return random integers from 0 to 65535 for BLOCK elements, beginning with the element ``start``."""
+    """Return one random integer from 0 to 65535 for each of the BLOCK elements from index ``start`` on."""
     # One call generates 16 bits for each of 8 adjacent elements, which belong to one thread.
     eight = start // 8 + tl.arange(0, BLOCK // 8)
     low, high = eight.to(tl.uint32), (eight >> 32).to(tl.uint32)
@@ -169,7 +169,7 @@ def _round(x, start, seed, stream, step, DTYPE: tl.constexpr, STOCHASTIC: tl.con
 
 @triton.jit
 def _step(p, g, m, v, factors):
-    """Return the parameter and the moments after a step, in fp32."""
+    """Return the parameter and both moments after one step of AdamW, in fp32."""
     m = tl.load(factors) * m + tl.load(factors + 1) * g
     v = tl.load(factors + 2) * v + tl.load(factors + 3) * g * g
     p -= tl.load(factors + 4) * p
@@ -213,7 +213,7 @@ def _update_codes(
     row, factors, start, remaining, seed,
     P_DTYPE: tl.constexpr, G_DTYPE: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Perform `_update` for 8-bit moments.
+    """Update up to BLOCK elements of a tensor whose moments are 8-bit codes; see `_update`.
 
     Elements are numbered as if each row were padded to whole blocks of 128 elements.
     """

@@ -45,7 +45,7 @@ def symmetric_product_reference(x: Tensor, alpha: float = 1.0, beta: float = 0.0
 
 @triton.jit
 def _sum_of_products(left, right, K, left_exists, right_exists, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Compute the product [BLOCK, BLOCK] of the rows at ``left`` and the rows at ``right``, summed over K columns.
+    """Return the dot product of each row at ``left`` with each row at ``right``, [BLOCK, BLOCK], over K columns.
 
     Rows beyond the matrix count as 0.
     """
@@ -165,7 +165,8 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def _iterate(x: Tensor, product: Callable[..., Tensor]) -> Tensor:
-    """Iterate X ← a · X + (b · A + c · A²) X with A = X Xᵀ. ``product`` computes A, and then b · A + c · A².
+    """Iterate X ← a · X + (b · A + c · A²) X with A = X Xᵀ. ``product`` is `symmetric_product` or its reference. It
+    computes A, and then b · A + c · A².
 
     A matrix with more rows than columns is transposed before and after the iteration.
     """

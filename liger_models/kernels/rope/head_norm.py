@@ -64,7 +64,7 @@ def store_weight_gradients(
 
 
 def backward_launch(packed: Tensor, constants: dict[str, int], need_dw: bool, whole: bool = False) -> tuple[int, int]:
-    """Return how many programs share the work on a chunk of heads, and how many tokens a program processes at a time.
+    """Return how many programs share the work on a chunk of heads, and how many tokens a program has in flight.
 
     The tokens are split among the programs of a chunk.
 

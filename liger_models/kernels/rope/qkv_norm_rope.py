@@ -195,7 +195,7 @@ def _qkv_norm_rope_backward_kernel(
 
 
 def _constants(packed: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor) -> dict[str, int]:
-    """Return the constants of both kernels.
+    """Return the constants of the forward and backward kernels.
 
     ``PARTS`` is 2 if each group has a key and a value, 1 if it has only a key, and 0 if it has neither. ``CHUNKS`` is
     the number of programs per token.
