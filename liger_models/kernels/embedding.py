@@ -24,7 +24,7 @@ CHUNK, COLUMNS, WARPS = 8, 1024, 4
 a thread loads one 16-byte vector of each row, and the loads of all rows are in flight at the same time."""
 
 CHUNKS, STAGES = 1024, 4
-"""Number of chunks whose first ids a program of the second kernel reads at a time, and number of partial sums that
+"""For the second kernel: number of chunks whose first ids a program reads at a time, and number of partial sums that
 the program has in flight."""
 
 

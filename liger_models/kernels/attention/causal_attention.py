@@ -114,12 +114,13 @@ SMALL = Tiles(
 """Tiles for all other dtypes and devices, such as fp32, or GPUs with less shared memory."""
 
 FAR = {torch.float32: 64.0, torch.bfloat16: 64.0, torch.float16: -1.0}
-"""If the absolute value of the largest s of a row in a tile is at most this number, m is 0. In float16, which cannot
-represent 2^64, m is always the largest s, rounded up."""
+"""The kernels subtract a number m from the scores s of a row in a tile. If the absolute value of the largest of these
+scores is at most FAR, m is 0. In float16, which cannot represent 2^64, m is always the largest score, rounded up."""
 
 PARTS = 64
 SUMS_PROGRAMS = 4
-"""Number of key tiles whose sums are loaded at a time, and number of programs of `sums_kernel` per query tile."""
+"""For `sums_kernel`: number of key tiles whose sums a program loads at a time, and number of programs per query
+tile."""
 
 
 def choose_tiles(x: Tensor) -> Tiles:
@@ -249,7 +250,7 @@ def _strips(x: Tensor, rows: int, columns: int) -> Any:
 def _causal_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute o [B, T, H, V], m [B, H, T] and 1 / Σ [B, H, T]."""
+    """Run the kernels of the forward. Return o [B, T, H, V], m [B, H, T] and 1 / Σ [B, H, T]."""
     (B, T, H, _), V = q.shape, v.shape[3]
     out = torch.empty(B, T, H, V, dtype=q.dtype, device=q.device)
     m, inverse = (torch.empty(B, H, T, dtype=torch.float32, device=q.device) for _ in range(2))
@@ -288,7 +289,7 @@ def _causal_attention_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, m: Tensor, inverse: Tensor,
     documents: Tensor | None, scale: float, window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute dq, dk and dv from the results of the forward."""
+    """Run the kernels of the backward. Return dq, dk and dv."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if not out.numel():
         return dq, dk.zero_(), dv.zero_()

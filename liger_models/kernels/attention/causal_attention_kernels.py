@@ -100,12 +100,12 @@ def sums_kernel(
     T, S, kv_head, query_head, query_heads, query, tiles, width, H: tl.constexpr, GROUP: tl.constexpr,
     BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """For each query, write a single m that holds for all its weights, and the inverse of the sum of these weights ([B,
+    """For each query, write one m that applies to all of its weights, and the inverse of the sum of these weights ([B,
     H, T] each).
 
     SUMS_PROGRAMS programs share a tile of queries. Each of these programs computes m and the inverse of the sum for all
-    queries of the tile. Weights that were written with a different m are rescaled. This work is split among the
-    programs of the tile.
+    queries of the tile. The programs then split the tile's weights among them, and rescale the weights that were
+    written with a different m.
     """
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     slot = tl.program_id(1)
@@ -296,8 +296,8 @@ def _sum_over_queries(
     GROUP: tl.constexpr, D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of dv = pᵀ · do or dk = dsᵀ · q for a KV head: the sum over those of its query heads that are in
-    this launch.
+    """Write a tile of dv = pᵀ · do or dk = dsᵀ · q for a KV head, summed over the query heads of this KV head that are
+    in this launch.
 
     ``first_slot`` is the slot of the first of these query heads. The tile consists of BLOCK_D columns for BLOCK_N keys.
     D is the width of the result.

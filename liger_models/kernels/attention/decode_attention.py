@@ -44,15 +44,15 @@ for one row and KV head."""
 
 STEP_BYTES = 2**14
 STAGES = 3
-"""Number of bytes of keys, and also of values, that a program loads per step, and number of steps in flight. On an
-H200, two programs of 96 KB fit into the shared memory of a multiprocessor."""
+"""Number of bytes of keys, and also of values, that a program loads per step, and number of steps in flight. With these
+numbers, a program takes 96 KB of shared memory, so two programs fit into a multiprocessor of an H200."""
 
 LEAST_ROWS = 16
 """Minimum number of heads in a matrix product. A smaller group of heads is padded."""
 
 MOST_QUERIES = 2**13
-"""Maximum number of elements in a program's queries. A larger group of heads is divided among several programs, which
-all read the keys."""
+"""Maximum number of query elements (heads · columns) that a program holds. If the query heads that share keys have more
+elements, they are divided among several programs, which all read the keys."""
 
 MOST_LATENT_QUERIES, LATENT_BYTES = 2**15, 2**16
 """For values that are columns of the keys: maximum number of elements in a program's queries, and twice the number of
@@ -112,11 +112,10 @@ def _decode_kernel(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output and the log-sum-exp for one part of a row's keys.
-
-    A program computes the output and the log-sum-exp for some of the GROUP query heads of a KV head. With LATENT, the
-    values are the first V columns of the keys. BLOCK_D then equals BLOCK_V, and the remaining D − V columns of the keys
-    are processed in a block of BLOCK_REST columns.
+    """Each program computes attention over one part of a row's keys, for some of the GROUP query heads of a KV head.
+    Its results are the output and the log-sum-exp for this part. With LATENT, the values are the first V columns of the
+    keys. BLOCK_D then equals BLOCK_V, and the remaining D − V columns of the keys are processed in a block of
+    BLOCK_REST columns.
     """
     await_previous(OVERLAPS)
     part = tl.program_id(0)

@@ -65,7 +65,8 @@ VARYING = [
     "kv_head", "query_head", "query_heads", "query", "tiles", "width", "slots", "kv_heads", "key_tiles", "later",
     "finished",
 ]  # fmt: skip
-"""Arguments that differ between the launches of an op. All launches run the same compiled kernel."""
+"""Names of the kernel arguments that differ between the launches of an op. Triton does not specialize kernels for their
+values, so all launches run the same compiled kernel."""
 
 
 @triton.jit

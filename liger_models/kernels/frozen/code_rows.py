@@ -155,10 +155,10 @@ def _several_step(kind: str, tiles: int) -> str:
     """Return the PTX of one step: it multiplies 16 rows of W by 8 · ``tiles`` rows of x, and adds the products to the
     sums.
 
-    In a warp, the lane with index 4 · ``group`` + ``quarter`` has 16 of every 64 bytes of the rows ``group`` and
-    ``group + 8`` of W. The lane also has row ``group`` of x and, with two tiles, row ``group + 8`` of x. The lane holds
-    the sums of the columns 2 · ``quarter`` and 2 · ``quarter`` + 1 of each tile. A step processes four chunks of 64
-    bytes of each row, or only two chunks if a lane needs two scales for a chunk.
+    In a warp, the lane with index 4 · ``group`` + ``quarter`` reads 16 of every 64 bytes of the rows ``group`` and
+    ``group + 8`` of W. The lane also reads row ``group`` of x and, with two tiles, row ``group + 8`` of x. The lane
+    holds the sums of the columns 2 · ``quarter`` and 2 · ``quarter`` + 1 of each tile. A step processes four chunks of
+    64 bytes of each row, or only two chunks if a lane needs two scales for a chunk.
 
     The operands are, in this order::
 
@@ -206,9 +206,9 @@ def _several_step(kind: str, tiles: int) -> str:
 def _single_step(kind: str, *, whole: bool) -> str:
     """Return the PTX of one step: it multiplies 512 bytes from each of eight rows of W by a single row of x.
 
-    A lane has 16 contiguous bytes of each row of W. For the kind "two_scales", 16 contiguous bytes could have two
-    scales, so a lane has 8 bytes from the first half of the 512 bytes and 8 bytes from the second half. With ``whole``,
-    either all lanes of a warp still have bytes to process, or none of them has any.
+    A lane reads 16 contiguous bytes of each row of W. For the kind "two_scales", 16 contiguous bytes could have two
+    scales, so a lane reads 8 bytes from the first half of the 512 bytes and 8 bytes from the second half. With
+    ``whole``, either all lanes of a warp still have bytes to process, or none of them has any.
 
     The operands are, in this order::
 
@@ -264,10 +264,11 @@ def _single_step(kind: str, *, whole: bool) -> str:
 def _gather() -> str:
     """Return PTX that computes the sums of eight rows of W from the partial sums that the lanes of a warp hold.
 
-    In each group, one lane holds the diagonal of the product, and only its partial sums are used; see the module's
-    docstring. The inputs $1 to $8 are a lane's partial sums of the eight rows. In the four lanes of group n, $0 becomes
-    the complete sum of row n. In each step, two lanes whose group numbers differ in one bit exchange partial sums: each
-    lane keeps its sums for one half of the rows, and sends its sums for the other half.
+    Only the partial sums of one lane in each group are used: the lane that holds the diagonal of the product. The
+    module's docstring describes this diagonal. The inputs $1 to $8 are a lane's partial sums of the eight rows. In the
+    four lanes of group n, $0 becomes the complete sum of row n. In each step, two lanes whose group numbers differ in
+    one bit exchange partial sums: each lane keeps its sums for one half of the rows, and sends its sums for the other
+    half.
     """
     ptx = "{.reg .f32 v<8>, k, s; .reg .pred p; .reg .b32 group, quarter, t;\n"
     ptx += "mov.u32 t, %laneid; shr.u32 group, t, 2; and.b32 quarter, t, 3;\n"
@@ -357,10 +358,9 @@ def _single_row_kernel(
     ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, LOW: tl.constexpr, WARPS: tl.constexpr,
     ALIKE: tl.constexpr,
 ):  # fmt: skip
-    """Compute results for a single row of x. Every tensor has one element per thread; see `_single_step`.
-
-    A tile has eight results. Program p of P programs computes the tiles p, p + P, p + 2 P and so on. ALIKE means that a
-    row of W consists of whole steps.
+    """Multiply W by a single row of x, in tiles of eight rows of W. Every tensor in the kernel has one element per
+    thread; see `_single_step`. Program p of P programs computes the tiles p, p + P, p + 2 P and so on. ALIKE means that
+    a row of W consists of whole steps of a warp, each of which takes 512 bytes.
     """
     start_next(OVERLAPS)
     TWO: tl.constexpr = KIND == "two_scales"  # chunks
@@ -455,7 +455,7 @@ def _several_rows_kernel(
     ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS = 16 results for up to 8 · TILES rows of x, with codes of four bits.
+    """Multiply 16 rows of W (ROWS), in codes of four bits, by up to 8 · TILES rows of x.
 
     Every tensor has one element per thread; see `_several_step`. PAIRS is the number of bytes that share a scale.
     """

@@ -129,11 +129,11 @@ def _block_row_kernel(
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, PTX: tl.constexpr, RANKS: tl.constexpr, LOW: tl.constexpr,
     OVERLAPS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BY_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS results for a single row of x; each step reads BLOCKS blocks of each row of W.
+    """Multiply ROWS rows of W by a single row of x. Each step reads BLOCKS blocks of each of these rows of W.
 
     BY_ROW means that each row has a single scale, which all of its blocks share. The next kernel may start only when
-    all programs of this kernel have read their rows. If a next kernel with many small programs could start earlier, its
-    programs would be distributed unevenly over the multiprocessors.
+    all programs of this kernel have read their rows of W. If it could start earlier and had many small programs, these
+    would be distributed unevenly over the multiprocessors.
     """
     COLUMNS: tl.constexpr = BLOCKS * WIDTH
     RUNS: tl.constexpr = COLUMNS // RUN
@@ -185,9 +185,9 @@ def _block_rows_kernel(
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS results for up to COLUMNS rows of x.
+    """Multiply ROWS rows of W by up to COLUMNS rows of x.
 
-    Each step reads PARTS · BLOCK columns of each row of W. BLOCK columns share a scale.
+    Each step reads PARTS · BLOCK columns of each of these rows of W. BLOCK columns share a scale.
     """
     start_next(OVERLAPS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -46,7 +46,8 @@ MULTIPLE = 16
 """Float8 products in hardware require that the sizes of the matrices are multiples of this number."""
 
 MAX_WIDTH = 65536
-"""Maximum number of elements of a row, because one program quantizes a whole row."""
+"""Maximum number of elements of a row that can be quantized. There is a limit because one program quantizes a whole
+row."""
 
 MIN_CAPABILITY = (8, 9)
 """CUDA compute capability of the first GPUs with float8."""

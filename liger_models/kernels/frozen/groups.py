@@ -151,9 +151,9 @@ def _group_rows_kernel(
     HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, LOW: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS results for up to COLUMNS rows of x.
+    """Multiply ROWS rows of W by up to COLUMNS rows of x.
 
-    Each step reads GROUPS groups of PAIRS bytes from each of the ROWS rows of W.
+    Each step reads GROUPS groups of PAIRS bytes from each of these rows of W.
 
     A byte holds the codes of an even column and of the odd column after it. The even and the odd columns of x are
     therefore multiplied separately.

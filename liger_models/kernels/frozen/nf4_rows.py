@@ -55,8 +55,9 @@ MOST_ROWS = 32
 """Maximum number of rows of x that are multiplied by the codes. An x with more rows is multiplied by the dequantized
 weight."""
 TILES = ((16, 32, 2, 2), (32, 64, 2, 2))
-"""Tiles of the kernel in plain Triton. For each tile: the maximum number of rows of x, the number of results per
-program, the number of scales per result and step, and the number of warps, each of which reads its own scales."""
+"""Tiles of the kernel in plain Triton. For each tile: the maximum number of rows of x, the number of rows of W per
+program, the number of blocks that each step reads of each row of W, and the number of warps, each of which reads its
+own scales."""
 
 
 def _step(kind: str, columns: int) -> str:
@@ -64,10 +65,10 @@ def _step(kind: str, columns: int) -> str:
     or 8) rows of x.
 
     A matrix product has eight columns. Each of them belongs to one of ``columns`` rows of x and, within this row, to
-    one of ``slots`` blocks. In a warp, the lane with index 4 · ``group`` + ``quarter`` holds codes of the rows
-    ``group`` and ``group + 8`` of W. For column ``group`` of the product, the lane also holds the elements of x by
-    which these codes are multiplied. The lane holds the sums of the columns 2 · ``quarter`` and 2 · ``quarter`` + 1.
-    The codes of a block are held by two lanes, or by four lanes if ``columns`` is 8.
+    one of ``slots`` (8 / ``columns``) blocks. In a warp, the lane with index 4 · ``group`` + ``quarter`` holds codes of
+    the rows ``group`` and ``group + 8`` of W. For column ``group`` of the product, the lane also holds the elements of
+    x by which these codes are multiplied. The lane holds the sums of the columns 2 · ``quarter`` and 2 · ``quarter`` +
+    1. The codes of a block are held by two lanes, or by four lanes if ``columns`` is 8.
 
     The operands are::
 
@@ -156,7 +157,8 @@ def _pairs() -> str:
     """Return PTX that looks up both numbers of each of the four bytes in $4.
 
     $0 and $1 are set to the first numbers of the bytes, and $2 and $3 to the second numbers. A `prmt` instruction
-    chooses four bytes out of eight: it looks up one byte each of four numbers, in one half of the table.
+    chooses four bytes out of eight. In one half of the table, it can therefore look up one byte of each of four
+    numbers.
     """
     ptx = "{\n.reg .b32 s, m, a, b, h, l;\nand.b32 s, $4, 0x77777777;\n"
     ptx += "shr.u32 m, $4, 1; lop3.b32 m, m, 0x44444444, 0x32103210, 0xEA;\n"
@@ -174,7 +176,8 @@ PAIRS = tl.constexpr(_pairs())
 
 @triton.jit
 def nf4_scale(scale_ptr, factor_ptr, mean, block, inside, dtype: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr):
-    """Compute the scales of the blocks with indices ``block``, rounded to ``dtype`` but stored in fp32."""
+    """Compute the scales of the blocks with indices ``block``. The scales are rounded to ``dtype``, but returned as
+    fp32."""
     code = tl.load(scale_ptr + block, mask=inside, other=0).to(tl.float32)
     factor = tl.load(factor_ptr + block // SCALES_PER_FACTOR, mask=inside, other=1.0).to(tl.float32)
     # If the operands have 7 and 8 significant bits, the quotient is never so close to a rounding tie of bfloat16 that
@@ -202,7 +205,7 @@ def _nf4_lookup_kernel(
     M, N, blocks, R, SCALES_PER_FACTOR: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr,
     OVERLAPS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS = 16 results for up to COLUMNS rows of x.
+    """Multiply 16 rows of W (ROWS) by up to COLUMNS rows of x.
 
     Every tensor in this kernel has one element per thread, because `_step` takes its operands per thread.
     """
@@ -270,10 +273,10 @@ def _nf4_rows_kernel(
     ACT: tl.constexpr, PTX: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS results for up to COLUMNS rows of x.
+    """Multiply ROWS rows of W by up to COLUMNS rows of x.
 
-    Each step reads SCALES blocks of each row of W. A byte holds the codes of an even column and of the odd column after
-    it. The even and the odd columns of x are therefore multiplied separately.
+    Each step reads SCALES blocks of each of these rows of W. A byte holds the codes of an even column and of the odd
+    column after it. The even and the odd columns of x are therefore multiplied separately.
     """
     start_next(OVERLAPS)
     dtype: tl.constexpr = table_ptr.dtype.element_ty

@@ -8,9 +8,9 @@ from liger_models.kernels.linear_attention.documents import locate
 from liger_models.kernels.tiles import exp
 
 LEAST_DECAY = tl.constexpr(-87.0)
-"""Smallest logarithm of a decay, which is the logarithm of 1e-38. A smaller logarithm is replaced by this number. The
-logarithm of the decay between two tokens is computed as a difference of two sums of up to 64 logarithms, and large sums
-would lose accuracy."""
+"""Lower bound of the logarithm of a token's decay, about log(1e-38). A smaller logarithm is replaced by this number.
+The logarithm of the decay between two tokens is computed as a difference of two sums of up to 64 logarithms, and large
+sums would lose accuracy."""
 
 
 @triton.jit
@@ -228,8 +228,7 @@ def inverse_kernel(
 
 @triton.jit
 def owned_columns(program, Hv: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Return what a program of a scan processes: its document, value head, key head, and columns of the state.
-    """
+    """Return what a program of a scan processes: its document, value head, key head, and columns of the state."""
     BLOCKS: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
     head = (program // BLOCKS % Hv).to(tl.int64)
     columns = program % BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)

@@ -30,7 +30,7 @@ from liger_models.kernels.norm.partial_sums import sum_partials
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 MAX_WIDTH = 4
-"""Maximum number of weights per channel. The kernels hold the last three inputs in registers."""
+"""Maximum number of weights per channel. The kernels hold only three earlier inputs of a channel in registers."""
 
 TOKENS, CHANNELS, WARPS, UNROLL, STAGES = 128, 512, 2, 4, 3
 """Number of tokens per program, number of channels per program, number of warps, number of tokens per step, and number

@@ -151,7 +151,7 @@ def _load_tile(ptr, index, stride, count, WIDTH: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _load_state(ptr, N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, start=0):
-    """Load BLOCK_P columns of a state [N, P], beginning at column ``start``, with all rows."""
+    """Load all rows of a state [N, P], but only the BLOCK_P columns from column ``start`` on."""
     rows, columns = tl.arange(0, BLOCK_N)[:, None], start + tl.arange(0, BLOCK_P)[None, :]
     if N == BLOCK_N and P % BLOCK_P == 0:
         return tl.load(ptr + (rows * P + columns))

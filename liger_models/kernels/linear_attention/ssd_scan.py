@@ -93,7 +93,7 @@ program needs at least half of the shared memory of an H200's multiprocessor, so
 multiprocessor."""
 SHARED_WARPS, SHARED_STAGES = 4, 1
 SHARED_COLUMNS = 128
-"""Maximum number of columns of B and C whose gradients a program sums over heads."""
+"""Maximum number of columns of dB or dC that a program computes, each summed over heads."""
 
 STEP_WARPS, STEP_COLUMNS = 4, 32
 

@@ -33,8 +33,8 @@ LARGE_MULTIPLE, because matrix products are then faster: on an H200, a head of 1
 chunks of 1664 rows than with chunks of 1536 rows."""
 
 FROZEN_ROWS = 2048
-"""Maximum default number of rows per chunk if dweight is not needed. The only advantage of larger chunks is that there
-are fewer additions to dweight."""
+"""Maximum default number of rows per chunk if dweight is not needed. Larger chunks would only save additions to
+dweight, and without dweight there are none."""
 
 COLUMN_MULTIPLE = 64
 """The row stride of the logits buffer is a multiple of COLUMN_MULTIPLE. A matrix product over the vocabulary is split

@@ -31,7 +31,7 @@ _LOW = 0xFFFFFFFF
 def _hash(x: Tensor) -> Tensor:
     """Return the 32-bit hashes of 32-bit integers, which are held in int64 tensors.
 
-    The map is a bijection, and the hashes show no visible patterns.
+    Different integers have different hashes, and the hashes show no visible patterns.
     """
     x = (x ^ x >> 16) * 0x7FEB352D & _LOW
     x = (x ^ x >> 15) * 0x846CA68B & _LOW

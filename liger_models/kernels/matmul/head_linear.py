@@ -59,7 +59,7 @@ def _head_linear_kernel(
     H: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     OVERLAPS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_N results of a head for up to ROWS rows.
+    """Multiply BLOCK_N rows of a head's matrix by up to ROWS rows of x.
 
     If there are columns to rotate, the last program of a head computes no products, and rotates these columns instead.
     """

@@ -56,7 +56,8 @@ TILES = {2: Tile(128, 128, 64, 8, 4), 4: Tile(64, 64, 32, 4, 3)}
 rows."""
 
 GROUPED_TILES = 8
-"""Number of row tiles whose programs run next to each other, so that they share the weight in the L2 cache."""
+"""Number of row tiles in a group. The programs of a group have adjacent indices and run at the same time, so that they
+share the weight in the L2 cache."""
 
 
 def each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

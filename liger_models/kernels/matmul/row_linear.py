@@ -48,9 +48,9 @@ COLUMNS = 1024
 NUM_WARPS = 2
 STAGES = 3
 """For a single row of x: number of rows and columns of W that a program reads per step, number of warps, and number of
-steps in flight. The first step of a dense W is loaded while the previous kernel ends, and is added last. For a float8
-W, loading the first step early would be slower. On an H200, for the projections of Llama 3.2 1B and 3B and of Llama 3
-8B, these numbers are within 1 % of the best of 32 choices."""
+steps in flight. For a dense W, the data of the first step are loaded before the previous kernel has ended, and are
+multiplied last. For a float8 W, loading the first step early would be slower. On an H200, for the projections of Llama
+3.2 1B and 3B and of Llama 3 8B, these numbers are within 1 % of the best of 32 choices."""
 
 LOW_COLUMNS, LOW_COLUMNS_PER_WARP = 16384, 1024
 """For x @ Aᵀ and z: maximum number of columns of a row of A or W that a program reads at once, and number of columns
@@ -180,7 +180,7 @@ def _row_linear_kernel(
     HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, LOW: tl.constexpr,
     OVERLAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS results for one row of x. The second program index is the index of this row.
+    """Multiply ROWS rows of W by one row of x. The second program index is the index of this row of x.
 
     Without STAGES, the first step reads all columns of W, and the kernel has no loop.
 
@@ -230,7 +230,7 @@ def _rows_linear_kernel(
     HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr,
     EARLY: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS results for up to COLUMNS rows of x.
+    """Multiply ROWS rows of W by up to COLUMNS rows of x.
 
     With several PARTS, the columns of W are divided into parts. A program then sums over one part only, and
     `_add_rows_kernel` adds up the sums of all parts.

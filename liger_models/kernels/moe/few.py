@@ -236,8 +236,8 @@ def _few_kernel(
     EARLY: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the result of copy s from row s // K. Each step reads BLOCK_IN columns of BLOCK_OUT rows of the expert's
-    matrix.
+    """Multiply row s // K by the matrix of the expert of copy s, for each copy s. Each step reads BLOCK_IN columns of
+    BLOCK_OUT rows of the expert's matrix.
 
     Each row has one scale or, if WIDTH is not 0, one scale for every WIDTH columns. WIDTH is a multiple of BLOCK_IN.
 

@@ -148,7 +148,7 @@ def _scaled(weights: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
 
 
 def _mix_one_by_one(logits: Tensor, routing: Routing, given: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Choose the experts with the score "sparsemixer".
+    """For the score "sparsemixer", choose the experts one after the other in plain PyTorch.
 
     Return the unscaled weights and the experts, [N, K] each.
     """

@@ -47,8 +47,8 @@ WIDE_ROW_COLUMNS = 1024
 """For rows wider than a tile: number of partial sums of the weight gradient, and number of columns per program."""
 
 ELEMENTWISE_BLOCK = 4096
-"""Number of columns per program of the kernel that recomputes normalized rows elementwise from saved statistics. This
-is the width of a 7B model, and gives 16 elements per thread."""
+"""Number of columns per program of the kernel that recomputes normalized rows elementwise from saved statistics. Rows
+of this width are usual in 7B models. With this number, a thread processes 16 elements."""
 
 
 @triton.jit

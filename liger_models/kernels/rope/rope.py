@@ -194,7 +194,8 @@ def _rope_qkv_kernel(
     ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
     BACKWARD: tl.constexpr, HAS_Q: tl.constexpr, HAS_K: tl.constexpr, HAS_V: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Each program splits and rotates ROWS heads of one token.
+    """Each program copies ROWS heads of one token from the packed projection to q, k and v, and rotates the heads of q
+    and k.
 
     With BACKWARD, the program computes the packed gradient from dq, dk and dv, and rotates by the opposite angle.
     """
