@@ -62,7 +62,8 @@ def weights_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write tiles of the weights exp2(s − m). For each row of a tile, also write m and the sum of the row's weights. A
-    program may write many tiles."""
+    program may write many tiles.
+    """
     BOUNDED: tl.constexpr = HAS_DOCUMENTS or HAS_WINDOW
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     places = slots * ((tiles + 1) // 2) * width

@@ -131,7 +131,8 @@ def _grid(N: int, H: int, D: int) -> tuple[tuple[int, int], dict[str, int]]:
 
 def _cudnn_runs(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether cuDNN can compute the attention of q, k and v [B, T, heads, D], if there is no window and there
-    are no documents."""
+    are no documents.
+    """
     if not q.is_cuda or q.shape[1] % CUDNN_STEP or torch.version.hip is not None:
         return False
     arguments: Any = *(x.transpose(1, 2) for x in (q, k, v)), None, 0.0, True, q.shape[2] != k.shape[2]

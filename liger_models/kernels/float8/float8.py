@@ -598,7 +598,8 @@ def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 |
 
 def weight_columns(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 | None = None) -> Float8:
     """Round a weight [O, C] by columns, and return it as [C, O], for the product that computes dx. ``amax`` has the
-    value that `weight_rows` set."""
+    value that `weight_rows` set.
+    """
     if gathered is not None:
         return transposed(gathered)
     if recipe.by_row and not recipe.rounds_dw:  # W has one scale in this product, and its maximum is not yet known
@@ -647,7 +648,8 @@ def rms_norm_round(
 
 def normed_matrix(h: Tensor, weight: Tensor, rstd: Tensor, weight_offset: float, scale_in_fp32: bool) -> Matrix:
     """Return a `Matrix` that stands for `rms_norm` of h [..., C]. Kernels compute its elements from h and the saved
-    rstd."""
+    rstd.
+    """
     rows = h.reshape(-1, h.shape[-1]).contiguous()
     return Matrix("rms_norm", rows, weight.contiguous(), rstd.reshape(-1), "", weight_offset, scale_in_fp32)
 

@@ -63,7 +63,7 @@ class Upstream:
 
 
 class Float8Product(Product):
-    """The products of a dense projection without a low-rank term, in float8.
+    """Computes the products of a projection in float8. The projection has a dense weight and no low-rank term.
 
     Args:
         projection: the weight and the bias.
@@ -95,7 +95,8 @@ class Float8Product(Product):
     @property
     def normed_dtype(self) -> torch.dtype | None:
         """The dtype in which the norm's backward must write the normalized rows for `gradients`. It is None if dW is a
-        float8 product, because `gradients` then recomputes the rows and rounds them."""
+        float8 product, because `gradients` then recomputes the rows and rounds them.
+        """
         return None if self.recipe.rounds_dw else self.dtype
 
     def normed(self, norm: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Any, Tensor, Tensor]:
@@ -188,7 +189,8 @@ class Float8Product(Product):
         totals: ProjectionGradients | None = None,
     ) -> ProjectionGradients:
         """Compute dW and db; see `Product.gradients`. ``rows`` is a tensor, a `Matrix`, or a matrix rounded by
-        columns."""
+        columns.
+        """
         chunked = totals is not None
         wide = sum_dtype(self.dtype, chunked)
         weight = bias = None

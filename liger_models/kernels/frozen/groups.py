@@ -303,7 +303,8 @@ def takes_group(width: int) -> bool:
 
 def kind_of(scales: Tensor, pairs: int, constants: GroupConstants) -> str | None:
     """Return the ``kind`` to pass to `code_rows` for groups of ``pairs`` bytes, or None if `code_rows` does not support
-    them."""
+    them.
+    """
     if constants.HALF:
         return None
     exact = constants.SCALES == "e8m0" or (scales.dtype == torch.bfloat16 and not constants.WHOLE)

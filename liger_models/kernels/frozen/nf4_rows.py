@@ -177,7 +177,8 @@ PAIRS = tl.constexpr(_pairs())
 @triton.jit
 def nf4_scale(scale_ptr, factor_ptr, mean, block, inside, dtype: tl.constexpr, SCALES_PER_FACTOR: tl.constexpr):
     """Compute the scales of the blocks with indices ``block``. The scales are rounded to ``dtype``, but returned as
-    fp32."""
+    fp32.
+    """
     code = tl.load(scale_ptr + block, mask=inside, other=0).to(tl.float32)
     factor = tl.load(factor_ptr + block // SCALES_PER_FACTOR, mask=inside, other=1.0).to(tl.float32)
     # If the operands have 7 and 8 significant bits, the quotient is never so close to a rounding tie of bfloat16 that

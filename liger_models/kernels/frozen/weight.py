@@ -148,7 +148,8 @@ class FrozenWeight(NamedTuple):
 
     def new_empty(self, *size: Any, dtype: torch.dtype | None = None) -> Tensor:
         """Allocate an uninitialized tensor on the weight's device. The default dtype is the dtype of the dense
-        weight."""
+        weight.
+        """
         return self.scales.new_empty(*size, dtype=dtype or self.dtype)
 
     def split(self, count: int) -> list["FrozenWeight"]:
@@ -264,7 +265,8 @@ class Format:
 
     def pack(self, weight: FrozenWeight) -> dict[str, Tensor]:
         """Return the weight's tensors by name, in the shapes of the parameters. `slices` takes tensors in these
-        shapes."""
+        shapes.
+        """
         return dict(zip(self.names, weight.tensors, strict=True))
 
     def unpack(self, tensors: dict[str, Tensor], shape: torch.Size, layout: Sequence[int]) -> tuple[Tensor, ...]:

@@ -66,7 +66,8 @@ class ProjectionGradients(NamedTuple):
     @property
     def by_rows(self) -> bool:
         """Whether the backward needs the projection's input rows, which it does for the gradient of the weight, A or
-        B."""
+        B.
+        """
         return bool(self.weight or self.low_rank_A or self.low_rank_B)
 
     def to(self, dtype: torch.dtype) -> "ProjectionGradients":

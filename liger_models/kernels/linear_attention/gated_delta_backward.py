@@ -232,7 +232,8 @@ def _through_state(
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return the product factor · x Sᵀ for the rows x of a chunk, and the dot product of each row of this product with
-    the same row of y."""
+    the same row of y.
+    """
     product = tl.zeros([C, BLOCK_K], tl.float32)
     for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
         state = tl.trans(_tile(states, slot, 0, start, BLOCK_K, BLOCK_V))

@@ -351,7 +351,8 @@ def step_kernel(
     BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """Compute the recurrence token by token. Each head has one decay or, with BY_CHANNEL, one decay per channel of its
-    keys."""
+    keys.
+    """
     n, head, key_head, v_columns = owned_columns(tl.program_id(0), Hv, GROUP, DV, BLOCK_V)
     k_columns = tl.arange(0, BLOCK_K)
     inside_k, inside_v = k_columns < DK, v_columns < DV

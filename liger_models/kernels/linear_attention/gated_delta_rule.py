@@ -360,7 +360,8 @@ def gradients_like(
     d_out: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Allocate the gradients. If the output has no gradient (``d_out`` is None), q has no gradient either, and dq is
-    empty."""
+    empty.
+    """
     d_initial = (
         g.new_empty(0, dtype=torch.float32)
         if initial_state is None

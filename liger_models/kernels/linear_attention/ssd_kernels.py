@@ -286,7 +286,8 @@ def _far_pairs(
     P: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the sums over all pairs of one token j in the first tile of a chunk and one token i in the second
-    tile."""
+    tile.
+    """
     TILE: tl.constexpr = C // 2
     index = tl.arange(0, TILE)
     dtype: tl.constexpr = x_ptr.dtype.element_ty

@@ -109,7 +109,8 @@ def _combine_choices_kernel(
     PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Combine the results for the parts of a row: choose the best of their best tokens, and compute the log-sum-exp of
-    all logits from their sums."""
+    all logits from their sums.
+    """
     await_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)

@@ -113,7 +113,8 @@ def write_zeros(ptr, columns, V, BLOCK: tl.constexpr):
 @triton.jit
 def load_block(ptr, column, V, MASKED: tl.constexpr, EVICT: tl.constexpr):
     """Load logits or class weights. With MASKED, columns beyond the vocabulary are masked. A mask prevents vector
-    loads, so MASKED is set only where it is needed."""
+    loads, so MASKED is set only where it is needed.
+    """
     if MASKED:
         return tl.load(ptr + column, mask=column < V, other=0.0, eviction_policy=EVICT)
     return tl.load(ptr + column, eviction_policy=EVICT)

@@ -67,8 +67,8 @@ MAX_BLOCK = 8192
 NORM_FLOOR = 1e-12
 
 TOGETHER = 4
-"""Number of chunks whose gradients are multiplied in one matrix product. In half precision, the gradient of a chunk
-takes a quarter of the memory that the fp32 logits of both models take."""
+"""Number of chunks whose gradients of the logits are collected, and then multiplied in one matrix product. In half
+precision, the gradient of a chunk takes a quarter of the memory that the fp32 logits of both models take."""
 
 
 class DivergenceOutput(NamedTuple):
@@ -358,7 +358,8 @@ def _rows_in_torch(
     options: DivergenceOptions,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the losses and the gradient of rows in plain PyTorch, without autograd. This is the reference
-    implementation of `_divergence_kernel`."""
+    implementation of `_divergence_kernel`.
+    """
     kind, beta, temperature, soft_weight, hard_weight, ignore_index, softcap, scale = options[:8]
     z = final_logits(student, scale, softcap)
     u = final_logits(teacher, options.teacher_logit_scale, options.teacher_softcap)

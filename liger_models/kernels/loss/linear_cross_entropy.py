@@ -197,7 +197,8 @@ class LinearCrossEntropyInputs(NamedTuple):
 
 class LinearCrossEntropyOutputs(NamedTuple):
     """Outputs of the op `linear_cross_entropy`: the loss and other results, then the gradients and their scale, as
-    `HandOver` requires."""
+    `HandOver` requires.
+    """
 
     loss: Tensor
     z_loss: Tensor

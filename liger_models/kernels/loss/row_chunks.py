@@ -186,7 +186,7 @@ class Gradients:
         self._dbias = torch.zeros(len(weight), dtype=wide, device=x.device) if need[2] else x.new_empty(0)
 
     def add(self, gradient: Tensor, x: Tensor, dx: Tensor | None) -> None:
-        """Add a chunk's part of dweight and dbias, and write the chunk's dx.
+        """Add a chunk's part to the sums for dweight and dbias, and write the chunk's dx.
 
         Args:
             gradient: [n, V], gradient of the chunk's logits.
@@ -203,7 +203,7 @@ class Gradients:
         self._begun = True
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply the sums so far of dweight and dbias by ``factor`` []."""
+        """Multiply the current sums for dweight and dbias by ``factor`` []."""
         for total in (*self._sums, self._dbias):
             scale_(total, factor)
 
@@ -239,8 +239,8 @@ def walk_chunks(
             buffer. The buffer is read only if a gradient is needed. If the logits have the dtype of x, the buffer and
             the logits are the same tensor.
         logits_dtype: dtype of the logits; None for the dtype of x.
-        together: number of chunks whose gradients are multiplied in one matrix product, if the gradients have a buffer
-            of their own.
+        together: number of chunks whose gradients are collected for one matrix product. It has an effect only if the
+            gradients of the logits have a buffer of their own.
 
     Returns:
         ``(results, dx, dweight, dbias)``, where ``results`` is a list of the results of all rows, [N] each. The list is

@@ -74,7 +74,8 @@ def _scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _no_second_derivative(d_result: Tensor | None) -> tuple[Tensor, Tensor]:
     """Raise RuntimeError if a second derivative is requested. The forward of a loss computes the gradients without an
-    autograd graph, so they cannot be differentiated again."""
+    autograd graph, so they cannot be differentiated again.
+    """
     raise RuntimeError(
         "backward: a fused loss has no second derivative, got create_graph=True or a transform that computes one. Use "
         "a loss of the logits."
@@ -159,9 +160,11 @@ def where_needed(gradients: HeadGradients, needs: HeadNeeds) -> HeadGradients:
 
 
 def save_scalar_loss(ctx: Any, inputs: Any, outputs: Any, needs: HeadNeeds) -> ScalarLossSaved:
-    """Return what a scalar loss saves in compiled graphs and within torch.func. Mark constant outputs.
+    """Return the tensors that a scalar loss saves for its backward in compiled graphs and within torch.func.
 
-    The gradients are not marked as constant: autograd would silently leave constant gradients out of a second
+    The function also marks the outputs that have no gradient as constant.
+
+    It does not mark the gradients: if they were constant, autograd would silently leave them out of a second
     derivative.
     """
     _, *others, gradients, scale = outputs

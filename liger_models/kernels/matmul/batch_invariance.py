@@ -63,7 +63,8 @@ ELEMENTWISE: tuple[Callable[..., Tensor], ...] = (
 
 class _InvariantFunctions(TorchFunctionMode):
     """A function mode that runs `invariant_linear` in place of ``F.linear``. On the CPU, it also runs elementwise
-    functions row by row."""
+    functions row by row.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None

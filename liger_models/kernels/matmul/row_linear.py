@@ -84,8 +84,8 @@ MIN_RANKS = 16
 """Minimum width of a tile of B, which matrix units require."""
 
 LowRank = tuple[Tensor, Tensor]
-"""A [R, C] and B [O, R] of the term ``(x @ Aᵀ) @ Bᵀ`` that a linear layer adds to its product. B already includes a
-scale, such as LoRA's."""
+"""A [R, C] and B [O, R] of the term ``(x @ Aᵀ) @ Bᵀ`` that a linear layer adds to its product. B is already multiplied
+by the scale of the term, such as LoRA's alpha / rank."""
 
 
 def low_rank_pair(A: Tensor | None, B: Tensor | None) -> LowRank | None:

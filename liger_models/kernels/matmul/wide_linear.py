@@ -145,7 +145,8 @@ def _outputs(X: int) -> int:
 
 def _runs(x: Tensor, weight: Tensor) -> bool:
     """Return whether the Triton kernels run. If they do not, the op casts x and the weight to fp32 and multiplies
-    them."""
+    them.
+    """
     return x.dtype == weight.dtype == torch.bfloat16 and use_triton(x) and len(x) >= MIN_ROWS
 
 

@@ -308,7 +308,8 @@ def _product(
     rows: Tensor, weight: Tensor, low_rank: LowRank | None, ends: Tensor, library: bool, drop_rows: Drop
 ) -> Tensor:
     """Multiply each row [in] by the transposed matrix of the row's expert. The matrix is [out, in]. If there is a
-    low-rank term, add it."""
+    low-rank term, add it.
+    """
     if takes_few(rows, weight):
         out = few_product(rows, weight, ends)
     else:

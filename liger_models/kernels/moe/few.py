@@ -90,7 +90,8 @@ def _few_rows(
     tile, where_ptr, COUNT, expert, first, end, SORTED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):  # fmt: skip
     """Return the indices of the rows (or, if rows are not sorted, of the copies) in a tile, and a mask that is True
-    where one exists."""
+    where one exists.
+    """
     wanted = first + tl.arange(0, BLOCK_ROWS)
     if SORTED:
         rows = wanted
@@ -112,7 +113,8 @@ def _few_store(
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
     """Store a tile's sums. With an ACT, instead add the bias to the sums, and store the activation of the results.
-    Rounding is as in `moe_mlp`."""
+    Rounding is as in `moe_mlp`.
+    """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     start = (tl.program_id(0) % tl.cdiv(OUT, BLOCK_OUT)) * BLOCK_OUT
     total = total.to(dtype)

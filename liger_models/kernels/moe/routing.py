@@ -191,7 +191,8 @@ def _check_given(given: Tensor, logits: Tensor, top_k: int) -> None:
 @triton.jit
 def _load_logits(logits_ptr, rows, lanes, N, X):
     """Load the tokens' logits in fp32. Elements beyond the last expert are −inf, and rows beyond the last token are
-    0."""
+    0.
+    """
     inside = (rows < N)[:, None] & (lanes < X)[None, :]
     logits = tl.load(logits_ptr + rows[:, None] * X + lanes[None, :], mask=inside, other=0.0).to(tl.float32)
     return tl.where(lanes[None, :] < X, logits, float("-inf"))

@@ -186,7 +186,8 @@ def _rows_of(x: Tensor, groups: int) -> tuple[int, int]:
 
 def _constants(D: int) -> dict[str, int]:
     """Return the constants of the forward and backward kernels, such as the columns per row (BLOCK) and the rows per
-    tile (ROWS)."""
+    tile (ROWS).
+    """
     block = next_power_of_2(D)
     return {"D": D, "BLOCK": block, "ROWS": max(TILE // block, 1), "num_warps": max(min(block // 512, 16), WARPS)}
 

@@ -99,7 +99,8 @@ def _heads(chunk, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WHOL
 @triton.jit
 def _values(chunk, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr):
     """Return the part of a token's values that a program copies: the heads [ROWS, 1], the columns [1, 2 · BLOCK], and a
-    mask."""
+    mask.
+    """
     row = tl.arange(0, ROWS)[:, None]
     value = chunk * SHARE + row
     column = tl.arange(0, 2 * BLOCK)[None, :]
@@ -215,7 +216,8 @@ def _qk_norm_rope_backward_kernel(
 
 def _constants(num_heads: int, num_kv_heads: int, head_dim: int, cos: Tensor | None, whole: bool) -> dict[str, int]:
     """Return the constants of the forward and backward kernels. The heads of a token are split among ``CHUNKS``
-    programs."""
+    programs.
+    """
     constants = tiles(num_heads + num_kv_heads, head_dim, cos)
     if whole:
         # One program has all query heads or all key heads of a token, because the norm is over all of them.
