@@ -212,9 +212,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def geglu(gate_up: Tensor, approximate: str = "tanh") -> Tensor:
-    """Compute ``gelu(gate) · up``. This is `gated_act` with "gelu_tanh" or, if ``approximate`` is "none", with
-    "gelu".
-    """
+    """Compute ``gelu(gate) · up``: `gated_act` with "gelu_tanh", or with "gelu" if ``approximate`` is "none"."""
     if approximate not in ("tanh", "none"):
         raise ValueError(f"geglu: approximate must be 'tanh' or 'none', got {approximate!r}.")
     return gated_act(gate_up, "gelu_tanh" if approximate == "tanh" else "gelu")

@@ -668,9 +668,9 @@ def _one_unit(
     """Compute `_loss_and_gradients` for a sequence or pair, if all targets of each sequence have the same gradient.
 
     What a sequence adds to the gradients of x, weight and bias is then proportional to this common gradient, which is
-    called the factor of the sequence. It is known only after the log-probabilities of both sequences. The gradients of
-    the first sequence are therefore computed as if its factor were 1, and are multiplied by the factor later. Only the
-    logits of the second sequence are kept in the meantime.
+    called the factor of the sequence. It can be computed only when the log-probabilities of both sequences are known.
+    The gradients of the first sequence are therefore computed as if its factor were 1, and are multiplied by the factor
+    later. Only the logits of the second sequence are kept in the meantime.
     """
     (B, T, C), V = x.shape, len(weight)
     parts = [slice(start, min(start + step, T)) for start in range(0, T, step)]

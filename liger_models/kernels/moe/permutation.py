@@ -40,8 +40,8 @@ beyond the last copy, and experts are 16-bit integers."""
 
 @triton.jit
 def _sort_kernel(experts_ptr, order_ptr, slot_ptr, ends_ptr, S, BLOCK: tl.constexpr):
-    """Program e sorts the copies of expert e: it writes their indices to ``order`` after the copies of experts 0 to e −
-    1.
+    """Program e handles the copies of expert e: it writes their indices to ``order``, after those of all earlier
+    experts.
     """
     expert = tl.program_id(0)
     indices = tl.arange(0, BLOCK)
