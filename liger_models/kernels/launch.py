@@ -1,4 +1,4 @@
-"""Launches of Triton kernels that need less time on the host than Triton's own launches.
+"""Launches Triton kernels with less work on the host than Triton's own launcher.
 
 For each launch, Triton looks for the compiled kernel that fits the arguments. On the host, this search takes as long as
 the rest of the launch. Triton chooses a compiled kernel by these properties: the types of the arguments, the alignment

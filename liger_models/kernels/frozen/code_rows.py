@@ -21,11 +21,12 @@ kernels dequantize pairs:
 
 One instruction of the matrix units computes A [16, 16] @ B [16, 8], and adds it to 16 · 8 sums. If x has several rows,
 the rows of A are rows of W, and the columns of B are rows of x. With a single row of x, this layout would leave seven
-columns of B unused. A warp would also read only 64 contiguous bytes at a time, from each of eight rows of W. For a
-single row, the columns of W are therefore split among eight groups, each of which consists of four lanes. Rows n and n
-+ 8 of A hold two rows of W, and column n of B holds x. These two rows and this column have only elements from the
-columns of group n. The diagonal of the result then holds the sums that are needed, and the other elements are not used.
-The columns that a group handles can be chosen freely, so a warp can read 512 contiguous bytes of a row of W.
+columns of B unused. A warp would also read only 64 contiguous bytes at a time from each of eight rows of W, instead of
+512 bytes from one row. For a single row, the columns of W are therefore split among eight groups, each of which
+consists of four lanes. Rows n and n + 8 of A hold two rows of W, and column n of B holds x. These two rows and this
+column have only elements from the columns of group n. The diagonal of the result then holds the sums that are needed,
+and the other elements are not used. The columns that a group handles can be chosen freely, so a warp can read 512
+contiguous bytes of a row of W.
 
 Source: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma.
 """

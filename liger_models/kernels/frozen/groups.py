@@ -1,4 +1,4 @@
-"""The kernels that all frozen weights with groups of four-bit codes share.
+"""Kernels for all formats of frozen weights that have groups of four-bit codes.
 
 In each row, a group of columns shares a scale.
 

@@ -102,8 +102,8 @@ def mark_constants(ctx: Any, h: Tensor | None, need_stream: bool, *constants: Te
 
 
 def of_stream(gradients: Gradients, dx: Tensor | None, needs: Any) -> Gradients:
-    """Return a copy of ``gradients`` in which the gradients of x and of the residual are dx, the gradient of the
-    residual stream.
+    """Return a copy of ``gradients`` in which dx, the gradient of the residual stream, is the gradient of both x and
+    the residual.
 
     A gradient that is not needed is None.
     """
