@@ -26,7 +26,8 @@ recomputed. A compiler that saw the recomputation would save the tensors in the 
 
 If u is not saved and there are many rows, the forward and the backward process the rows in chunks, so that u, p, dn and
 N(h) exist only for one chunk at a time. The gradients of the weights are then summed over the chunks in fp32, and
-rounded once.
+rounded once. If u is saved and the weights are frozen, the backward also processes the rows in chunks, so that du, p, dn
+and N(h) exist only for one chunk.
 
 With ``ranks``, the gates and ups are divided among the ranks, and each rank has the columns of Wd that belong to its
 gates and ups. The y of a rank is then only a partial result: the complete y is the sum over the ranks. In the backward,
@@ -91,15 +92,20 @@ and writes the fp32 sums of the weight gradients once. A calculation for an H200
 of a chunk's backward for a chunk of this size, and 3% for half as many rows. The two numbers do not depend on C and
 F."""
 
+FROZEN_ROWS = 8192
+"""Maximum number of rows per chunk of a backward in which u is saved and the weights need no gradients, as under LoRA.
+There are no sums of weight gradients then, and matrix products with more rows are not faster."""
 
-def _chunk_rows(N: int, row_bytes: int) -> int:
-    """Return the number of rows per chunk, chosen so that all chunks have about the same size.
 
-    ``row_bytes`` is the size of a row of u in bytes.
-    """
-    limit = max(WORKSPACE_MIB * 2**20 // max(row_bytes, 1), MIN_CHUNK)
+def _even_rows(N: int, limit: int) -> int:
+    """Divide N rows into the fewest chunks of at most ``limit`` rows and about the same size. Return this size."""
     chunks = max(cdiv(N, limit), 1)
     return max(cdiv(N, chunks), 1)
+
+
+def _chunk_rows(N: int, row_bytes: int) -> int:
+    """Return the number of rows per chunk if u is not saved. ``row_bytes`` is the size of a row of u in bytes."""
+    return _even_rows(N, max(WORKSPACE_MIB * 2**20 // max(row_bytes, 1), MIN_CHUNK))
 
 
 def gated_mlp_reference(
@@ -297,6 +303,9 @@ def gated_mlp_backward(upstream: GatedMLPUpstream, products: Products) -> GatedM
         needs=needs,
     )
     rows, num_ranks = split_rows(N, saved.gate_up.weight, ranks, u is None)
+    frozen = not (needs.gate_up.weight or needs.down.weight)
+    if u is not None and frozen and num_ranks == 1:
+        rows = _even_rows(N, FROZEN_ROWS)
     if rows >= N:
         gradients = _backward_rows(upstream, products)
     else:
@@ -316,7 +325,10 @@ def _backward_chunks(upstream: GatedMLPUpstream, products: Products, rows: int, 
         part = GatedMLPUpstream(
             dy=dy[:, chunk].reshape(-1, dy.shape[-1]),
             dh=None if dh is None else dh[chunk],
-            saved=saved._replace(h=saved.h[chunk], statistics=saved.statistics[chunk]),
+            # If u is saved, there is only one rank, so u has the same rows as h.
+            saved=saved._replace(
+                h=saved.h[chunk], statistics=saved.statistics[chunk], u=None if saved.u is None else saved.u[chunk]
+            ),
             needs=needs,
         )
         totals = _backward_rows(part, products, totals)

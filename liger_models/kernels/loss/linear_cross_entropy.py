@@ -381,7 +381,7 @@ def linear_cross_entropy(
         workspace_mib: maximum size of the logits buffer in MiB. A chunk has at least 128 rows, even if the buffer is
             then larger. The default is 640 MiB for up to 8192 tokens, and grows in proportion to the number of tokens
             up to 65,536 tokens. If V > 327,680 (in fp32, if V > 163,840), the default buffer holds an eighth of the
-            rows, but at most 8192 rows. If the weight needs no gradient, the default buffer has at most 2048 rows.
+            rows, but at most 8192 rows. If the weight needs no gradient, the default buffer has at most 1536 rows.
         vocab_shard: this rank's shard if the vocabulary is sharded over ranks. weight and bias then hold only the rows
             of the shard. All ranks pass the same x and get the same loss. The gradient of x is a partial sum
             (`collectives.copy_to_region`). A shard cannot be combined with ``class_weight``, ``return_token_accuracy``

@@ -32,9 +32,9 @@ ROW_MULTIPLE, LARGE_MULTIPLE = 128, 512
 LARGE_MULTIPLE, because matrix products are then faster: on an H200, a head of 154,880 x 2048 takes 3 % longer with
 chunks of 1664 rows than with chunks of 1536 rows."""
 
-FROZEN_ROWS = 2048
+FROZEN_ROWS = 1536
 """Maximum default number of rows per chunk if dweight is not needed. Larger chunks would only save additions to
-dweight, and without dweight there are none."""
+dweight, and without dweight there are none. On an H200, chunks of 2048 rows are at most 2 % faster."""
 
 COLUMN_MULTIPLE = 64
 """The row stride of the logits buffer is a multiple of COLUMN_MULTIPLE. A matrix product over the vocabulary is split

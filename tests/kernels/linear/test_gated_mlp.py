@@ -274,6 +274,28 @@ def test_frozen_weights_under_low_rank_terms(kernel_device, trained, recompute):
         assert torch.equal(leaf.grad, everything[i]) if i in trained else leaf.grad is None
 
 
+def test_the_backward_of_frozen_weights_takes_some_rows_at_a_time(kernel_device, monkeypatch):
+    module = sys.modules[gated_mlp.__module__]
+    inputs, upstream = make((2, 11, 72), 36, 40, torch.float32, kernel_device)
+    inputs += low_ranks((11, 72), 36, 40, torch.float32, kernel_device)
+    trained = [name not in ("gate_up_weight", "down_weight") for name in (*ORDER, *range(4))]
+    rows, backward = [], module._backward_rows
+    count = lambda part, *others: rows.append(len(part.dy)) or backward(part, *others)
+    monkeypatch.setattr(module, "_backward_rows", count)
+
+    def gradients():
+        leaves = [each.clone().requires_grad_(train) for each, train in zip(inputs, trained, strict=True)]
+        torch.autograd.backward(with_pairs(gated_mlp, ORDER)(*leaves), upstream)
+        return [leaf.grad for leaf in leaves]
+
+    want = gradients()
+    monkeypatch.setattr(module, "FROZEN_ROWS", 9)
+    got = gradients()
+    assert rows == [22, 8, 8, 6]
+    assert [grad is not None for grad in got] == trained
+    torch.testing.assert_close(got, want)
+
+
 FROZEN = [
     ((*ORDER, "norm_bias"), 4, 1, 1),
     (("x", "residual"), 2, 0, 0),  # frozen weights
@@ -399,6 +421,21 @@ def test_memory(recompute):
     # In backward: gate and up and their gradient (one buffer if recomputed), the product's gradient or the product, dW.
     peak = 2 * N * C + (3 if recompute else 5) * N * F + 3 * F * C
     assert torch.cuda.max_memory_allocated() - before <= 2 * peak + 2**23
+
+
+@pytest.mark.gpu
+def test_memory_of_frozen_weights():
+    """The backward needs the gradients of the gates, the ups and their product for one chunk at a time."""
+    N, C, F = 16384, 1024, 4096
+    inputs, upstream = make((N, C), F, C, torch.bfloat16, "cuda")
+    inputs[0].requires_grad_(), inputs[1].requires_grad_()
+    torch.autograd.grad(gated_mlp(*inputs), inputs[:2], upstream)  # cuBLAS takes its workspace once
+    outputs = gated_mlp(*inputs)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(outputs, inputs[:2], upstream)
+    rows = sys.modules[gated_mlp.__module__].FROZEN_ROWS
+    assert torch.cuda.max_memory_allocated() - before <= 2 * (N * C + rows * (3 * F + 2 * C)) + 2**23
 
 
 def test_opcheck(kernel_device):

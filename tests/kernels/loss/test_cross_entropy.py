@@ -426,7 +426,7 @@ def test_chunk_rows():
     assert chunk_rows(524288, 128256, 2, None) == 16384  # long sequences have more chunks
     assert chunk_rows(524288, 512000, 2, None) == 8192
     assert chunk_rows(9000, 128256, 2, 1) == 128  # never fewer
-    assert chunk_rows(65536, 128256, 2, None, trained=False) == 2048  # no sums of dweight
+    assert chunk_rows(65536, 128256, 2, None, trained=False) == 1536  # no sums of dweight
     assert chunk_rows(8192, 256000, 2, None, trained=False) == 1024
     assert chunk_rows(65536, 128256, 2, 1024, trained=False) == 4096  # the given size
     rows = chunk_rows(8193, 128256, 2, 512)
