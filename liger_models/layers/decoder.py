@@ -789,6 +789,8 @@ class Decoder(nn.Module):
             log_probs=request.return_log_probs,
             loss_function=request.loss_function,
         )
+        if request.return_log_probs and targets.rows is not None:
+            loss = targets.rows.spread(loss)  # [B, T / R]
         return loss, logits
 
     def _weighted_auxiliary_loss(

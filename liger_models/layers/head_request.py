@@ -44,7 +44,7 @@ class HeadRequest(NamedTuple):
     @property
     def skips_rows(self) -> bool:
         """Whether the head may skip tokens without a target."""
-        return not (self.return_logits or self.return_log_probs or self.loss_function is not None)
+        return not (self.return_logits or self.loss_function is not None)
 
     def check(self, B: int, T: int, *, cached: bool) -> None:
         """Raise ValueError if arguments cannot be combined, or do not fit a batch [B, T] or a decode cache."""

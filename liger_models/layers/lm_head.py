@@ -22,7 +22,9 @@ LossFunction = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 ROW_MULTIPLE = 256
-"""If the head skips rows, the number of remaining rows is a multiple of this number, so that there are few shapes."""
+TOKEN_MULTIPLE = 64
+"""If the head skips rows, the number of remaining rows is a multiple of ROW_MULTIPLE, so that there are few shapes. If
+it skips tokens of each sequence, the number of remaining tokens of a sequence is a multiple of TOKEN_MULTIPLE."""
 
 BIAS_COLUMNS = 8
 """Number of columns that the bias adds to the operands of a loss. Because it is a multiple of 8, the rows of a
@@ -50,29 +52,43 @@ def _aside(device: torch.device) -> torch.Stream:
     return torch.Stream(device)
 
 
+class HostCount:
+    """An integer on a device that is copied to the host asynchronously, so that the host need not wait for the device.
+
+    The copy runs on its own stream, so that it need not wait for copies of offloaded optimizer moments.
+    """
+
+    def __init__(self, count: Tensor) -> None:
+        self._count = count
+        self._copied: torch.Event | None = None
+        if count.device.type in ACCELERATORS:
+            # The copy runs on its own stream after the count is computed. `__int__` waits for the event.
+            stream = _aside(count.device)
+            stream.wait_stream(torch.accelerator.current_stream(count.device))
+            count.record_stream(stream)
+            with stream:
+                self._count = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(count, non_blocking=True)
+            self._copied = stream.record_event()
+
+    def __int__(self) -> int:
+        if self._copied is not None:
+            self._copied.synchronize()
+        return int(self._count)
+
+
 class LabeledRows:
     """The rows of a batch that have a target other than −100. Only these rows need logits.
 
-    The number of these rows is copied to the host asynchronously. If the object is created before the blocks run, the
-    copy has finished by the time the head needs the number, so the head never waits for the device. The copy runs on
-    its own stream, so that it need not wait for copies of offloaded optimizer moments.
+    If the object is created before the blocks run, the number of these rows is on the host by the time the head needs
+    it, so the head never waits for the device; see `HostCount`.
     """
 
     def __init__(self, target: Tensor) -> None:
         self.target = target
         self.ignored = (target == -100).flatten()
-        self.count = (~self.ignored).sum()
+        self.count = HostCount((~self.ignored).sum())
         self.rows: Tensor | None = None
         """Indices of the rows that `select` returned; None for all rows."""
-        self.copied: torch.Event | None = None
-        if target.device.type in ACCELERATORS:
-            # The copy runs on its own stream after the count is computed. `select` waits for the event.
-            stream, count = _aside(target.device), self.count
-            stream.wait_stream(torch.accelerator.current_stream(target.device))
-            count.record_stream(stream)
-            with stream:
-                self.count = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(count, non_blocking=True)
-            self.copied = stream.record_event()
 
     def select(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return n rows of x [..., C], and the same rows of the targets. The n rows include all rows that have a
@@ -80,8 +96,6 @@ class LabeledRows:
 
         n is a multiple of `ROW_MULTIPLE`. If there are at most n rows, x and the targets are returned unchanged.
         """
-        if self.copied is not None:
-            self.copied.synchronize()
         # Round the number up, so that there are few different shapes.
         count = max(-(-int(self.count) // ROW_MULTIPLE), 1) * ROW_MULTIPLE
         if count >= len(self.ignored):
@@ -97,6 +111,52 @@ class LabeledRows:
             return results
         whole = results.new_zeros(self.target.numel()).index_copy(0, self.rows, results)
         return whole.view(self.target.shape)
+
+
+class LabeledTokens:
+    """The tokens of each sequence of a batch that have a target other than −100.
+
+    `LabeledRows` loses the borders of the sequences. This class keeps them, for losses that are computed from whole
+    sequences, such as DPO's. Create the object before the blocks run, too.
+
+    Args:
+        labels: [B, T] int64, not shifted.
+    """
+
+    def __init__(self, labels: Tensor) -> None:
+        # No sequence has more targets than labels.
+        self.most = HostCount((labels != -100).sum(1).amax())
+        self.order: Tensor | None = None
+        """Indices [B, n] of the tokens that `select` returned; None for all tokens."""
+
+    def select(self, x: Tensor, target: Tensor, *values: Tensor | None) -> tuple[Any, ...]:
+        """Return n tokens of each sequence, in order. They include all tokens of the sequence that have a target.
+
+        n is a multiple of `TOKEN_MULTIPLE`. If T is at most n, the arguments are returned unchanged.
+
+        Args:
+            x: [B, T, C].
+            target: [B, T] int64, shifted.
+            values: further tensors [B, T], or None.
+
+        Returns:
+            x [B, n, C], the target [B, n], and the values [B, n].
+        """
+        (B, T), n = target.shape, max(-(-int(self.most) // TOKEN_MULTIPLE), 1) * TOKEN_MULTIPLE
+        if n >= T:
+            return x, target, *values
+        order = (target == -100).to(torch.uint8).argsort(dim=1, stable=True)[:, :n]  # tokens with a target come first
+        rows = (order + T * torch.arange(B, device=order.device)[:, None]).flatten()
+        selected: Tensor = _Rows.apply(x.flatten(0, 1), rows)  # type: ignore[no-untyped-call]
+        self.order = order
+        others = (None if value is None else value.gather(1, order) for value in values)
+        return selected.view(B, n, -1), target.gather(1, order), *others
+
+    def spread(self, results: Tensor, T: int) -> Tensor:
+        """Expand the results [B, n] for the tokens that `select` returned to [B, T], with zeros for other tokens."""
+        if self.order is None:
+            return results
+        return results.new_zeros(len(results), T).scatter(1, self.order, results)
 
 
 class LigerLMHead(nn.Linear, Layer):

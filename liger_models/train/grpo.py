@@ -28,6 +28,7 @@ from liger_models.generation.options import UNFILTERED, resolve
 from liger_models.generation.rollout_checks import refusal
 from liger_models.generation.rollouts import free_memory
 from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs
+from liger_models.layers.lm_head import LabeledTokens
 from liger_models.losses.grpo import TOKEN_MEANS, LigerFusedLinearGRPOLoss
 from liger_models.parallel.gathered import reshard, unsharded
 from liger_models.parallel.step import targets_per_rank
@@ -245,9 +246,14 @@ class GRPOObjective(Objective):
         """
         inputs = {name: tensor for name, tensor in batch.items() if name in INPUTS}
         replayed = {"routed_experts": batch["routed_experts"]} if self.replays else {}
+        tokens = LabeledTokens(batch["labels"])
+
+        def head_log_probs(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+            kept, kept_target = tokens.select(x, target)
+            return tokens.spread(self._log_probs(kept, weight, kept_target), target.shape[1])
 
         def log_probs(model: CausalLM, **more: Tensor) -> Tensor:
-            values: Tensor = model(**inputs, **more, loss_function=self._log_probs).loss
+            values: Tensor = model(**inputs, **more, loss_function=head_log_probs).loss
             return values
 
         # The first step on a batch computes the log-probabilities under the sampling policy and under the reference
@@ -260,9 +266,10 @@ class GRPOObjective(Objective):
             batch["reference"] = self.reference(model, log_probs)
 
         def policy_loss(x: Tensor, weight: Tensor, target: Tensor) -> Any:
+            x, target, reference, old = tokens.select(x, target, batch.get("reference"), batch.get("old"))
             return self.function(
                 x, weight, target, target != -100, batch["advantages"], num_items_in_batch=num_items,
-                ref_per_token_logps=batch.get("reference"), old_per_token_logps=batch.get("old"),
+                ref_per_token_logps=reference, old_per_token_logps=old,
             )  # fmt: skip
 
         with self._forward(model):
@@ -276,13 +283,13 @@ class GRPOObjective(Objective):
         # A loss that is not a mean over all tokens of the step is a mean over the batches of the step.
         loss = loss / (1 if num_items is not None else self.accumulate)
         loss = loss if aux_loss is None else loss + aux_loss / self.accumulate
-        tokens = (batch["labels"] != -100).sum()
+        targets = (batch["labels"] != -100).sum()
         drafts: Metrics = {}
         if block is not None and mtp_loss is not None:
             loss = loss + block.loss_weight * mtp_loss / self.accumulate
-            drafts["mtp_loss"] = pair(mtp_loss * tokens, tokens)
+            drafts["mtp_loss"] = pair(mtp_loss * targets, targets)
         names = ("kl", "clip_ratio") if self.function.beta else ("clip_ratio",)
-        means = {name: pair(value * tokens, tokens) for name, value in zip(names, metrics, strict=True)}
+        means = {name: pair(value * targets, targets) for name, value in zip(names, metrics, strict=True)}
         return loss, {**self.evaluate(model, batch), **means, **drafts}
 
     def _forward(self, model: CausalLM) -> AbstractContextManager[None]:

@@ -19,6 +19,7 @@ from liger_models.data.batch import Batch
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.formats import DOCUMENTS
 from liger_models.generation.options import PromptInputs
+from liger_models.layers.lm_head import LabeledTokens
 from liger_models.losses.cosine import LigerFusedLinearCosineSimilarityLoss
 from liger_models.losses.cpo import LigerFusedLinearCPOLoss
 from liger_models.losses.dpo import LigerFusedLinearDPOLoss
@@ -258,9 +259,15 @@ class Compared(Objective):
     def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
         """Run the model. Returns (output, metrics), where ``output.loss`` is a pair: the loss, and the values from
         which the metrics are computed."""
-        reference = {"ref_log_probs": self.reference(model, _log_probs(batch))} if self.needs_reference else {}
+        tokens = LabeledTokens(batch["labels"])
+        log_probs = self.reference(model, _log_probs(batch)) if self.needs_reference else None
+
         # The loss runs inside the head, where FSDP has gathered its weight.
-        out = model(**batch, loss_function=lambda x, weight, target: self.function(weight, x, target, **reference))
+        def loss_function(x: Tensor, weight: Tensor, target: Tensor) -> Any:
+            x, target, reference = tokens.select(x, target, log_probs)
+            return self.function(weight, x, target, **({} if reference is None else {"ref_log_probs": reference}))
+
+        out = model(**batch, loss_function=loss_function)
         values = out.loss[1]
         means = {
             "rewards/chosen": values.chosen_rewards,
@@ -337,7 +344,7 @@ class KTOObjective(Compared):
         # The answers, and the unrelated pairs: each prompt with the answer to another prompt.
         answers = {name: tensor for name, tensor in batch.items() if name in INPUTS}
         unrelated = {name: batch.get(f"kl_{name}", tensor) for name, tensor in answers.items()}  # pixels are the same
-        good = batch["preference_labels"]
+        good, tokens = batch["preference_labels"], LabeledTokens(answers["labels"])
 
         # The KL term z is a mean over all ranks and has no gradient.
         with torch.no_grad():
@@ -346,12 +353,12 @@ class KTOObjective(Compared):
             moved = moved - self.reference(model, _log_probs(unrelated)).sum(-1)
             z = mean_over_ranks(moved.mean()).clamp(min=0)
         log_probs = self.reference(model, _log_probs(answers))
-        out = model(
-            **answers,
-            loss_function=lambda x, weight, target: self.function(
-                x, weight, target, preference_labels=good, kl=z, ref_log_probs=log_probs
-            ),
-        )
+
+        def loss_function(x: Tensor, weight: Tensor, target: Tensor) -> Any:
+            x, target, reference = tokens.select(x, target, log_probs)
+            return self.function(x, weight, target, preference_labels=good, kl=z, ref_log_probs=reference)
+
+        out = model(**answers, loss_function=loss_function)
         sums, goods, bads = out.loss[1], good.sum(), (~good).sum()
         return out, {
             "rewards/chosen": pair(sums.chosen_rewards_sum, goods),

@@ -14,7 +14,7 @@ from liger_models.distributed.groups import ParallelGroups
 from liger_models.kernels.loss.linear_cross_entropy import VocabShard
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
-from liger_models.layers.lm_head import LabeledRows, LigerLMHead
+from liger_models.layers.lm_head import LabeledRows, LabeledTokens, LigerLMHead
 
 from ..arch.families import FIRST_CASES, tiny
 from ..late import dynamo_testing, transformers
@@ -464,6 +464,61 @@ def test_ignored_rows_do_not_reach_the_head(monkeypatch, kept, options):
     torch.testing.assert_close(loss, expected)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, others[name], msg=name)
+
+
+def test_log_probs_of_labeled_rows(monkeypatch):
+    model = LigerLlama.from_config(CONFIG)
+    ids = torch.randint(CONFIG.vocab_size, (3, 20))
+    labels = ids.masked_fill(torch.arange(20) < torch.tensor([[12], [17], [20]]), -100)
+    rows, found = [], []
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: rows.append(inputs[0].shape[:-1].numel()))
+    for multiple in (4, 1000):
+        monkeypatch.setattr("liger_models.layers.lm_head.ROW_MULTIPLE", multiple)
+        log_probs = model(ids, labels=labels, return_log_probs=True).log_probs
+        found.append((log_probs, *torch.autograd.grad(log_probs.square().sum(), list(model.parameters()))))
+    assert rows == [12, 60]
+    torch.testing.assert_close(*found)
+
+
+def test_labeled_tokens_of_each_sequence(monkeypatch):
+    monkeypatch.setattr("liger_models.layers.lm_head.TOKEN_MULTIPLE", 4)
+    x = torch.randn(3, 20, 8, requires_grad=True)
+    target = torch.arange(60).view(3, 20).masked_fill(torch.rand(3, 20) < 0.8, -100)
+    target[0, ::2], target[2] = torch.arange(10), -100  # the most, and none
+    tokens = LabeledTokens(target.roll(1, 1))
+    most = (target != -100).sum(1).amax().item()
+    kept, kept_target, positions, nothing = tokens.select(x, target, torch.arange(20).expand(3, 20), None)
+    assert kept.shape == (3, (most + 3) // 4 * 4, 8)
+    assert nothing is None
+    for row in range(3):
+        labeled = target[row] != -100
+        count = labeled.sum()
+        assert torch.equal(kept_target[row, :count], target[row][labeled])
+        assert (kept_target[row, count:] == -100).all()
+    assert torch.equal(kept_target, target.gather(1, positions))
+    assert torch.equal(kept, x.gather(1, positions[..., None].expand(-1, -1, 8)))
+    assert torch.equal(tokens.spread(kept_target != -100, 20), target != -100)
+    kept.sum().backward()
+    assert torch.equal(x.grad.sum(-1) / 8, torch.zeros(3, 20).scatter(1, positions, 1.0))
+
+    monkeypatch.setattr("liger_models.layers.lm_head.TOKEN_MULTIPLE", 20)
+    tokens = LabeledTokens(target)
+    assert tokens.select(x, target, None) == (x, target, None)
+    assert tokens.spread(target, 20) is target
+
+
+@pytest.mark.gpu
+def test_labeled_tokens_cost_no_wait():
+    x = torch.randn(4, 512, 8, device="cuda")
+    target = torch.arange(512, device="cuda").expand(4, -1).masked_fill(torch.arange(512, device="cuda") < 400, -100)
+    for mode in ("default", "error"):  # the first call compiles
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            kept, kept_target = LabeledTokens(target).select(x, target)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(kept[:, :112], x[:, 400:])
+    assert kept_target.tolist() == [[*range(400, 512), *[-100] * 16]] * 4
 
 
 @pytest.mark.gpu

@@ -30,6 +30,7 @@ from liger_models import (
     PackedDataset,
     preference_batch,
 )
+from liger_models.adapters import apply_lora
 from liger_models.arch.mixtral import LigerMixtral, MixtralConfig
 from liger_models.data.answers import AnswerDataset
 from liger_models.generation import deterministic_forward
@@ -46,6 +47,12 @@ from ..parallel.conftest import two  # noqa: F401
 from .runs import log, no_group_is_left, save_llama  # noqa: F401
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def few_tokens_reach_the_head(monkeypatch):
+    """The losses by hand take all tokens, and the objectives those of the answers."""
+    monkeypatch.setattr("liger_models.layers.lm_head.TOKEN_MULTIPLE", 4)
 
 
 @pytest.fixture(scope="module")
@@ -266,6 +273,21 @@ def test_an_evaluation_counts_each_pair_once(folder, tmp_path):
         assert all(int(number) == 7 for _, number in total.values())
         found.append({name: (added / number).item() for name, (added, number) in total.items()})
     assert all(each == pytest.approx(found[0], rel=1e-5) for each in found)
+
+
+@pytest.mark.parametrize(("objective", "data"), [("dpo", "pairs"), ("orpo", "pairs"), ("kto", "marked")])
+def test_the_loss_gets_the_tokens_of_answers_only(folder, tmp_path, objective, data):
+    options = TrainOptions(model="m", data="d", output="o", objective=objective, lora_r=4, batch_size=4)
+    made = make_objective(options)
+    model = apply_lora(LigerLlama.from_pretrained(folder / "checkpoint", progress=False))
+    given = {"length": 128, "batch_size": 4, "overflow": None, "shuffle": False, "cache_dir": tmp_path}
+    batch = next(iter(made.dataset([str(folder / f"{data}.jsonl")], model, progress=False, **given)))
+    shapes = []
+    made.function.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[2].shape))  # the targets
+    made.loss(model, batch, None)
+    (B, T), most = batch["labels"].shape, (batch["labels"] != -100).sum(1).amax().item()
+    assert shapes == [(B, (most + 3) // 4 * 4)]
+    assert shapes[0][1] < T
 
 
 def train_without_room(folder: Path, output: str) -> None:

@@ -26,8 +26,8 @@ recomputed. A compiler that saw the recomputation would save the tensors in the 
 
 If u is not saved and there are many rows, the forward and the backward process the rows in chunks, so that u, p, dn and
 N(h) exist only for one chunk at a time. The gradients of the weights are then summed over the chunks in fp32, and
-rounded once. If u is saved and the weights are frozen, the backward also processes the rows in chunks, so that du, p, dn
-and N(h) exist only for one chunk.
+rounded once. If u is saved and the weights are frozen, only the backward processes the rows in chunks, so that du, p,
+dn and N(h) exist only for one chunk.
 
 With ``ranks``, the gates and ups are divided among the ranks, and each rank has the columns of Wd that belong to its
 gates and ups. The y of a rank is then only a partial result: the complete y is the sum over the ranks. In the backward,

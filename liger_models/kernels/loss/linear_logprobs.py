@@ -594,7 +594,8 @@ def _loss_and_gradients(
 
     # Compute the number of units per group, and the numbers of rows per group, in the buffer and per part.
     rows = chunk_rows(N, V, x.element_size(), workspace_mib, trained=need[1])
-    group_units = cdiv(rows, unit) if workspace_mib is None else max(rows // unit, 1)
+    exceeds = workspace_mib is None and need[1]  # larger groups save additions to dweight
+    group_units = cdiv(rows, unit) if exceeds else max(rows // unit, 1)
     most_rows = rows if workspace_mib is not None else max(rows, int(KEPT * N))
     group_rows = min(group_units * unit, N)
     if uniform and group_rows > most_rows and workspace_mib is None and B == together <= 2:
