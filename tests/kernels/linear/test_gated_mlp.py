@@ -274,26 +274,25 @@ def test_frozen_weights_under_low_rank_terms(kernel_device, trained, recompute):
         assert torch.equal(leaf.grad, everything[i]) if i in trained else leaf.grad is None
 
 
+def with_frozen(function, *weights):
+    """`with_pairs` without the two weights, which get no gradients."""
+    call = with_pairs(function, ORDER)
+    return lambda *tensors: call(*tensors[:3], *(weight.to(tensors[0]) for weight in weights), *tensors[3:])
+
+
 def test_the_backward_of_frozen_weights_takes_some_rows_at_a_time(kernel_device, monkeypatch):
     module = sys.modules[gated_mlp.__module__]
-    inputs, upstream = make((2, 11, 72), 36, 40, torch.float32, kernel_device)
-    inputs += low_ranks((11, 72), 36, 40, torch.float32, kernel_device)
-    trained = [name not in ("gate_up_weight", "down_weight") for name in (*ORDER, *range(4))]
+    monkeypatch.setattr(module, "FROZEN_ROWS", 9)
     rows, backward = [], module._backward_rows
     count = lambda part, *others: rows.append(len(part.dy)) or backward(part, *others)
     monkeypatch.setattr(module, "_backward_rows", count)
-
-    def gradients():
-        leaves = [each.clone().requires_grad_(train) for each, train in zip(inputs, trained, strict=True)]
-        torch.autograd.backward(with_pairs(gated_mlp, ORDER)(*leaves), upstream)
-        return [leaf.grad for leaf in leaves]
-
-    want = gradients()
-    monkeypatch.setattr(module, "FROZEN_ROWS", 9)
-    got = gradients()
-    assert rows == [22, 8, 8, 6]
-    assert [grad is not None for grad in got] == trained
-    torch.testing.assert_close(got, want)
+    for dtype in dtypes(kernel_device):
+        inputs, upstream = make((2, 11, 72), 36, 40, dtype, kernel_device)
+        weights, trained = inputs[3:5], [*inputs[:3], *inputs[5:], *low_ranks((11, 72), 36, 40, dtype, kernel_device)]
+        ours, theirs = (with_frozen(function, *weights) for function in (gated_mlp, gated_mlp_reference))
+        assert_close_to_truth(ours, theirs, trained, upstream)
+        assert rows == [8, 8, 6]
+        rows.clear()
 
 
 FROZEN = [
