@@ -60,7 +60,7 @@ class LigerErnie4_5(CausalLM):
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Omit the attention dropout, which the model in transformers does not have."""
+    """Leave the attention dropout out of config.json, because the model in transformers has no such setting."""
     return {key: value for key, value in keys.items() if key != "attention_dropout"}
 
 

@@ -153,7 +153,8 @@ def _map(config: GraniteMoeHybridConfig, experts: tuple[str, str, str]) -> Weigh
 
 HUB = "input_linear.weight", "output_linear.weight", "router.layer.weight"
 MEMORY = "experts.gate_up_proj", "experts.down_proj", "router.weight"
-"""Names of the experts' matrices and of the router, on the hub and in the modules of transformers 5."""
+"""The names that the experts' matrices and the router have on the hub (`HUB`) and in transformers 5's modules
+(`MEMORY`)."""
 
 WORDS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
 """Maps the layer types in files of transformers 5 to their names on the hub."""

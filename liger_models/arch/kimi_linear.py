@@ -233,7 +233,7 @@ FIXED = {
     "moe_router_activation_func": "sigmoid",
     "num_nextn_predict_layers": 0,
 }
-"""Keys of released files that have one supported value."""
+"""Keys of released files for which only one value is supported, and this value."""
 
 SIZES = {
     "head_dim": "linear_head_dim",

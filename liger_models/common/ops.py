@@ -90,9 +90,9 @@ class Argument(NamedTuple):
     Attributes:
         schema: the arguments that represent the value, with ``{0}`` for the name of the field. Only the first argument
             may lack a default value. A value that needs no conversion is passed as this first argument, and all other
-            arguments then have their default values. If all arguments have default values, these stand for None. If the
-            first argument with a default has its default value, the op takes the value for unconverted. For a converted
-            value, this argument must therefore differ from its default.
+            arguments then have their default values. If all arguments have default values, these stand for None. The op
+            recognizes an unconverted value by the first argument with a default: it has its default value. For a
+            converted value, this argument must therefore have another value.
         to_op: function that maps the value, which is not None, to all of its arguments. It returns None if the value
             itself is the first argument.
         from_op: function that maps all arguments of the value back to the value.
@@ -275,7 +275,7 @@ class Op(Generic[Inputs, Outputs]):
         self.kernel = _autograd_kernel(self.run, *_no_derivative(name))
         LIBRARY.impl(name, lambda *arguments: self.kernel(*arguments), "Autograd")
         self.apply: Callable[..., Any] | None = None
-        """The differentiable op without the dispatcher. It takes the inputs as a NamedTuple and again as flat
+        """The differentiable op without the dispatcher. It takes the inputs twice: as a NamedTuple, and as flat
         arguments."""
 
     def _flat(self, function: Callable[[Inputs], Outputs]) -> Callable[..., Any]:
@@ -601,8 +601,8 @@ def _function(name: str, forward: Callable[..., Any], backward: Callable[..., An
 def _no_derivative(name: str) -> tuple[Callable[..., Any], Callable[..., None]]:
     """Return ``backward`` and ``setup_context`` for an op without a derivative. The backward raises RuntimeError.
 
-    Without these functions, autograd would treat the results of the op as constants. Ops that compute first derivatives
-    are an example: second derivatives are derivatives of their results, and would silently lack terms.
+    Without these functions, autograd would treat the results of the op as constants. An op that computes first
+    derivatives is an example. Second derivatives are derivatives of its results, and would silently lack terms.
     """
 
     def backward(ctx: Any, *d_outputs: Any) -> Any:

@@ -92,7 +92,8 @@ def long_work(name: str) -> Iterator[None]:
 
 
 def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
-    """Call ``work`` on rank 0 only. Every calling rank returns the result of ``work`` or raises its error.
+    """Call ``work`` on rank 0 only. Every calling rank returns the result of ``work``, or raises the error that
+    ``work`` raised.
 
     While rank 0 works, other ranks wait without a time limit. Rank 0 does not wait for other ranks, so rank 0 may be
     the only caller.

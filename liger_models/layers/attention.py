@@ -37,20 +37,20 @@ def check_heads(where: str, kv_heads: int, group: Group) -> None:
 class BaseAttention(Layer):
     """Attention without projections for queries, keys and values. A derived class adds these projections.
 
-    A derived class creates the projections and ``o_proj``, and defines `forward`, `_add_norm`, `_to_heads`, `_qkv` and
-    `attention`. A derived class that supports tensor and context parallelism also defines `can_shard`, `shard`
-    and `shard_tokens`.
+    A derived class creates the projections, including ``o_proj``, and defines `forward`, `_add_norm`, `_to_heads`,
+    `_qkv` and `attention`. A derived class that supports tensor and context parallelism also defines `can_shard`,
+    `shard` and `shard_tokens`.
 
     Args:
         num_heads: H.
-        layer: index of the layer, which is also its slot in the decode cache.
+        layer: index of the layer, and of its slot in the decode cache.
         scale: multiplier of q·k.
         window: number of tokens that a token attends to, including itself; None for all.
         softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
         dropout: probability of dropping an attention weight in training.
         rotary: name of the rotary embedding; None for no rotation.
-        interleaved: whether to rotate pairs (2i, 2i + 1) instead of (i, i + R/2).
-        rope_kernel: False rotates in plain PyTorch instead of a kernel.
+        interleaved: whether to rotate pairs (2i, 2i + 1) instead of (i, i + R/2), where R dimensions are rotated.
+        rope_kernel: False rotates in plain PyTorch, without a kernel.
     """
 
     o_proj: nn.Linear
@@ -81,10 +81,11 @@ class BaseAttention(Layer):
     def add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
     ) -> tuple[Tensor, Tensor]:
-        """Add ``x`` to ``residual`` and apply attention to ``norm(residual)``. Returns ``(y, residual)`` [B, T, C].
+        """Add ``x`` to ``residual``, and apply attention to the normalized sum. Return the output and the sum, both
+        [B, T, C].
 
-        Without a norm, attention is applied to the sum. The backward recomputes the normalized activations. If
-        ``recompute`` is True, the backward recomputes the whole layer except the output projection.
+        If ``norm`` is None, attention is applied to the sum itself. The backward recomputes the normalized activations.
+        If ``recompute`` is True, the backward recomputes the whole layer except the output projection.
         """
         compute = partial(call_normed, self) if self.overrides_forward else self._add_norm
         if norm is None:
@@ -100,13 +101,13 @@ class BaseAttention(Layer):
     def _add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
     ) -> tuple[Tensor, Tensor]:
-        """Compute `add_norm` without recomputation."""
+        """Do the work of `add_norm`, without recomputation."""
         raise NotImplementedError
 
     def _attend(self, projected: Any, layout: BatchLayout) -> Tensor:
         """Compute the output of the layer, [B, T, C], from the projections of this rank's tokens."""
-        # With context parallelism, each rank exchanges T / R tokens of all heads for all T tokens of its own heads.
-        # After attention, the ranks exchange the outputs back.
+        # With context parallelism, each rank sends T / R tokens of all heads, and receives all T tokens of its own
+        # heads. After attention, the ranks exchange the outputs back.
         context = self.groups.context
         out = self._mix(projected if context is None else self._to_heads(projected, context), layout)  # [B, T, H · V]
         out = out if context is None else to_tokens(out, context)
@@ -188,15 +189,15 @@ class LigerAttention(BaseAttention):
         hidden_size: C.
         num_heads, num_kv_heads: H and G; H is a multiple of G.
         head_dim: D.
-        layer: index of the layer, which is also its slot in the decode cache.
+        layer: index of the layer, and of its slot in the decode cache.
         qkv_bias, o_bias: whether the projections have biases.
         scale: multiplier of q·k; None for D^-0.5.
         window: number of tokens that a token attends to, including itself; None for all.
         softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
         dropout: probability of dropping an attention weight in training.
         rotary: name of the rotary embedding; None for no rotation.
-        interleaved: whether to rotate pairs (2i, 2i + 1) instead of (i, i + R/2).
-        rope_kernel: False rotates in plain PyTorch instead of a kernel.
+        interleaved: whether to rotate pairs (2i, 2i + 1) instead of (i, i + R/2), where R dimensions are rotated.
+        rope_kernel: False rotates in plain PyTorch, without a kernel.
 
     Raises:
         ValueError: H is not a multiple of G.
@@ -242,7 +243,7 @@ class LigerAttention(BaseAttention):
         Args:
             config: sizes and constants. If the config has the field ``attention_bias``, this field is the default of
                 ``qkv_bias`` and ``o_bias``.
-            layer: index of the layer, which is also its slot in the decode cache.
+            layer: index of the layer, and of its slot in the decode cache.
             kernels: which parts run on fused kernels.
             options: further arguments of the class's constructor.
         """
@@ -281,7 +282,7 @@ class LigerAttention(BaseAttention):
 
     @property
     def attention(self) -> AttentionSpec:
-        """The requirements and the cost of the layer."""
+        """What the layer requires from the model, and what it costs."""
         return AttentionSpec(
             self.layer, self.rotary, self.window, self.softcap is not None, 4 * self.num_heads * self.head_dim,
             takes_pages=True,

@@ -1,4 +1,4 @@
-"""Attention. Two tables list the backends, and the first backend that supports a call computes the attention."""
+"""`attention` and its backends, which two tables list. The first backend that supports a call computes the result."""
 
 import itertools
 import math
@@ -39,8 +39,8 @@ takes 0.13 s on an H200, so a job with many different lengths would wait for pla
 """
 
 LEAST_CALL = 1024
-"""If a cuDNN call covers at least this many tokens on average, separate cuDNN calls are faster than one kernel for all
-segments."""
+"""If cuDNN calls cover at least this many tokens on average, one call for each run of segments is faster than one
+kernel for all segments."""
 
 MOST_SCORES = 2**28
 """Maximum number of bytes that the scores of unfused attention in fp32 may take. Unfused attention is used within
@@ -51,11 +51,11 @@ and a fused kernel runs.
 """
 
 MOST_QUERIES, MOST_RECOMPUTED = 2**31, 2**29
-"""If the queries have more elements than the limit, attention is computed for a part of the heads at a time. The first
-limit applies in general, and the second one applies in a block that is recomputed. The backward of a fused kernel
-allocates up to four times as many bytes as the queries take up: for sums of dq in fp32 and, if query heads share keys,
-for dk and dv of every query head. The first limit is higher, because blocks that are not recomputed would save the
-results of the heads twice.
+"""Limits for the number of elements of the queries. Above the limit, attention is computed for a part of the heads at a
+time. `MOST_RECOMPUTED` applies in a block that is recomputed, and `MOST_QUERIES` applies everywhere else. The backward
+of a fused kernel allocates up to four times as many bytes as the queries take up: for sums of dq in fp32 and, if query
+heads share keys, for dk and dv of every query head. `MOST_QUERIES` is higher, because computing the heads in parts
+makes a block that is not recomputed save their results twice.
 """
 
 
@@ -528,8 +528,8 @@ def _takes_narrow_values(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, 
     """Whether SDPA's fastest kernel for q and k supports values of a different width.
 
     In half precision, flash attention requires equal widths, and cuDNN's kernel supports only some widths and only in
-    some versions. Another kernel supports all widths, but it is slower than flash attention on values that are padded
-    to the width of the keys. On the CPU, only unfused attention supports values of another width.
+    some versions. Another kernel supports all widths. It is slower than padding the values to the width of the keys and
+    running flash attention. On the CPU, only unfused attention supports values of another width.
     """
     if q.device.type not in ACCELERATORS:
         return False

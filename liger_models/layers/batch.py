@@ -127,8 +127,8 @@ class BatchLayout:
             position_ids: [T], [1, T], [B, T] or [3, 1 or B, T]. By default, positions are counted from the start of
                 each document, or from the cached length if there are cached tokens. Padding is counted like any token,
                 as in the forward of transformers. If there are neither ``cu_seqlens`` nor cached tokens, the positions
-                of a text must rise along each row except next to padding, because restarting the positions does not
-                separate documents.
+                of a text must rise along each row, except next to padding. Positions that start again do not separate
+                documents.
             attention_mask: [B, S] integers or bool, nonzero for tokens and 0 for padding. Tokens and padding do not
                 attend to each other.
             cu_seqlens: [n + 1] integers, the boundaries of packed documents in the B · T flattened tokens. The first

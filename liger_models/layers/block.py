@@ -119,7 +119,7 @@ class SandwichNormBlock(Block):
 
 
 class SharedExpertBlock(PreNormBlock):
-    """A `PreNormBlock` whose MLP is, in sparse layers, a mixture of experts with shared experts."""
+    """A `PreNormBlock` in which the MLP of a sparse layer is a mixture of experts with shared experts."""
 
     experts: ClassVar[Mapping[str, Any]] = {"correction_bias": True}
     """Arguments of `LigerSharedExpertMoE.from_config`."""

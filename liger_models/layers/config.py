@@ -124,8 +124,8 @@ class DecoderConfig(BaseConfig):
     """Values that ``layer_types`` may hold, if the config has this field."""
 
     original_length: ClassVar[int | None] = None
-    """Default of the top-level key ``original_max_position_embeddings`` of config.json; None if the key is not read
-    there."""
+    """Default of the top-level key ``original_max_position_embeddings`` of config.json. None means that there is no
+    default, and that the key is reported as unknown if the rope scaling has no such field."""
 
     vocab_size: int = 32000
     hidden_size: int = 4096

@@ -102,8 +102,8 @@ class CausalLMConfig(Protocol):
 
 
 def take_cu_seqlens(cu_seqlens: Tensor | None, options: dict[str, Any]) -> Tensor | None:
-    """Return ``cu_seqlens``. If ``cu_seqlens`` is None, return the tensor that transformers' collator has added to
-    ``options`` under its own names.
+    """Return ``cu_seqlens``. If ``cu_seqlens`` is None, return the tensor with the same content that transformers'
+    collator passes under other names, in ``options``.
 
     Raises:
         ValueError: ``cu_seqlens`` is given under both names, some of the collator's names are missing, or a value is
@@ -148,15 +148,15 @@ class Decoder(nn.Module):
     prompts_are_causal: ClassVar[bool] = True
     """Whether the tokens of a prompt attend only to earlier tokens, so that a prompt may be computed in pieces."""
     images_shift_positions: ClassVar[bool] = False
-    """Whether the position of a token depends on the images before it. The decode cache then keeps this shift."""
+    """Whether images shift the positions of the tokens after them. If so, the decode cache keeps the shift."""
     replays_routing: ClassVar[bool] = False
     """Whether blocks pass `BatchLayout.experts` to their layers with routed experts."""
     embed_tokens: LigerEmbedding
     layers: nn.ModuleList
     """Blocks, called as ``(x | None, residual, layout) -> (x | None, residual)``.
 
-    ``x`` has not been added to the residual stream, ``residual``, yet. A block may return further tensors for
-    `carry`, such as router logits.
+    ``residual`` is the residual stream, and ``x`` is a branch's output that is still to be added to it. A block may
+    return further tensors for `carry`, such as router logits.
     """
     norm: Norm
     lm_head: LigerLMHead
@@ -170,9 +170,9 @@ class Decoder(nn.Module):
         # What the backward recomputes, and what is offloaded to host memory until the backward.
         self.checkpointing: str | list[str] = "none"
         self.recomputed: frozenset[int] = frozenset()
-        """Blocks that are recomputed as a whole."""
+        """Indices of the blocks that are recomputed as a whole."""
         self.offloaded: frozenset[int] = frozenset()
-        """Blocks whose activations are offloaded to host memory."""
+        """Indices of the blocks whose activations are offloaded to host memory."""
         self.visual: Any = None
         """The vision tower, whose blocks are in ``visual.blocks``; None for text models."""
         self.groups = ParallelGroups()
@@ -455,8 +455,8 @@ class Decoder(nn.Module):
         )
 
     def hidden_matrices(self) -> dict[str, nn.Parameter]:
-        """Return a dict from names to parameters, with the weights of all linear layers and routers, but not of the
-        head, and with the stacked weights of experts."""
+        """Return the weights of all linear layers and routers except the head, and the stacked weights of experts, in a
+        dict from names to parameters."""
         linear = {f"{path}.weight" for path, module in self.named_modules() if isinstance(module, nn.Linear)}
         # The matrices of all experts are one parameter [X, O, C], which is not in an `nn.Linear`. Neither is the matrix
         # [X, C] of some routers.

@@ -67,7 +67,7 @@ class DerivedTensors:
             _USED.reset(token)
 
     def find(self, key: Key, compute: Callable[[], Tensors]) -> Tensors:
-        """Return the result of ``compute``. This function is called only at the first use after each `renew`; later
+        """Return the result of ``compute``. Only the first use of a key after each `renew` calls ``compute``; later
         uses return the same tensors."""
         if key not in self.current:
             computed = compute()

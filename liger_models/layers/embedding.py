@@ -30,7 +30,7 @@ class LigerEmbedding(nn.Embedding, Layer):
     """
 
     is_lookup: ClassVar[bool] = True
-    """Whether the embedding of a token is its row, multiplied by ``scale``."""
+    """Whether the embedding of a token is the token's row of the weight, multiplied by ``scale``."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, *, padding_idx: int | None = None, scale: float | None = None

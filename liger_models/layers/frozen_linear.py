@@ -23,7 +23,8 @@ class FrozenLinear(nn.Linear, Layer):
     """True, because fused ops can compute the layer: they take the weight as a `FrozenWeight`."""
     stored: FrozenParameters
     parallel_kinds: ClassVar[dict[type, type[PartialLinear]]] = {}
-    """Maps a class of parallel layers to the class that `PartialLinear.of` converts this layer into."""
+    """Maps each class of parallel layers to its version for a frozen weight. `PartialLinear.of` converts a
+    `FrozenLinear` to this version."""
 
     def __init__(self, linear: nn.Linear, weight: FrozenWeight) -> None:
         nn.Module.__init__(self)

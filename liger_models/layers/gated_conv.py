@@ -1,4 +1,5 @@
-"""The gated short convolution of LFM2: a convolution over a few tokens between two multiplicative gates."""
+"""The gated short convolution of LFM2: a convolution over a few tokens, whose input and output are multiplied by
+gates."""
 
 import math
 from typing import Any
@@ -8,7 +9,8 @@ from torch import Tensor, nn
 from liger_models.layers.linear_attention import LinearAttention
 
 MOST_UNITS = 64
-"""Largest number of units, and therefore of ranks. The channels of a unit are adjacent in memory."""
+"""Maximum number of units that the channels are divided into. It is also the maximum number of ranks, because each rank
+needs whole units. The channels of a unit are adjacent in memory."""
 
 
 class LigerGatedConv(LinearAttention):
@@ -21,7 +23,7 @@ class LigerGatedConv(LinearAttention):
     Args:
         hidden_size: C.
         conv_size: K, the number of tokens that the convolution covers.
-        layer: index of the layer, which is also its slot in the decode cache.
+        layer: index of the layer, and of its slot in the decode cache.
         bias: whether the projections and the convolution have biases.
         kernel: False runs plain PyTorch instead of a kernel.
 

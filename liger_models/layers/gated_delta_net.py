@@ -34,7 +34,7 @@ class LigerGatedDeltaNet(LinearAttention):
         num_key_heads, num_value_heads: Hk and Hv; Hv is a multiple of Hk.
         key_dim, value_dim: Dk and Dv.
         conv_size: K, the number of tokens that the convolution covers.
-        layer: index of the layer, which is also its slot in the decode cache.
+        layer: index of the layer, and of its slot in the decode cache.
         eps: eps of the output norm.
         kernel: False runs plain PyTorch instead of a kernel.
 

@@ -33,8 +33,8 @@ class ForgetGate(Layer):
         self.draw(0.02)
 
     def draw(self, std: float) -> bool:
-        """Draw A_log and dt_bias, as in the paper's code. The decay rates exp(A_log) are uniformly distributed, and so
-        are the logarithms of the step sizes, which are softplus(dt_bias).
+        """Draw A_log and dt_bias, as in the paper's code. The decay rates exp(A_log) are uniformly distributed. The
+        step sizes are softplus(dt_bias), and their logarithms are uniformly distributed.
         """
         with torch.no_grad():
             nn.init.uniform_(self.A_log, 1, 16).log_()
@@ -81,7 +81,7 @@ class LigerKimiDeltaAttention(LinearAttention):
         num_heads: H.
         head_dim: D.
         conv_size: K, the number of tokens that the convolution covers.
-        layer: index of the layer, which is also its slot in the decode cache.
+        layer: index of the layer, and of its slot in the decode cache.
         eps: eps of the output norm.
         kernel: False runs plain PyTorch instead of a kernel.
 

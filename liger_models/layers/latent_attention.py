@@ -85,14 +85,14 @@ class LigerLatentAttention(BaseAttention):
         kv_rank: L, the width of the latent of keys and values.
         q_rank: Q, the width of the latent of queries; None for queries that are computed directly from the input.
         norm: function that returns an RMSNorm of a given width, for the latents.
-        layer: index of the layer, which is also its slot in the decode cache.
+        layer: index of the layer, and of its slot in the decode cache.
         bias: whether the output projection and the projections from the input have biases. If ``q_rank`` is None,
             the projection to the queries has no bias in any case.
         scale: multiplier of q·k; None for (N + R)^-0.5.
         dropout: probability of dropping an attention weight in training.
         rotary: name of the rotary embedding, whose width is R; None for no rotation.
         interleaved: whether to rotate pairs (2i, 2i + 1) instead of (i, i + R/2).
-        rope_kernel: False rotates in plain PyTorch instead of a kernel.
+        rope_kernel: False rotates in plain PyTorch, without a kernel.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class LigerLatentAttention(BaseAttention):
 
         Args:
             config: sizes and constants.
-            layer: index of the layer, which is also its slot in the decode cache.
+            layer: index of the layer, and of its slot in the decode cache.
             kernels: which parts run on fused kernels.
             options: further arguments of the class.
         """
@@ -301,7 +301,7 @@ class LigerLatentAttention(BaseAttention):
         if place is None or norm is None or place[0].dtype != latents.c.dtype:
             return None, None
         q = q_weight = None
-        # If the layer is not plain, for example if it has adapters, it is fused with the norm of its input later.
+        # If `q_b_proj` is not plain, for example because it has adapters, the norm of its input is fused with it later.
         if self.q_rank is not None and type(self.q_b_proj) is nn.Linear and is_plain(self.q_b_proj):
             q_norm = fused_norm(self.q_a_layernorm)
             if q_norm is not None and q_norm[1:] == norm[1:]:
@@ -372,7 +372,7 @@ class LigerLatentAttention(BaseAttention):
 
     @property
     def attention(self) -> AttentionSpec:
-        """The requirements of the layer, and its cost in training."""
+        """What the layer requires from the model, and what it costs in training."""
         columns = self.nope_dim + self.rope_dim + self.value_dim
         return AttentionSpec(
             self.layer, self.rotary, self.window, self.softcap is not None, 2 * self.num_heads * columns,

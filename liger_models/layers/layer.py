@@ -108,8 +108,8 @@ class Layer(nn.Module):
     """
 
     overrides_forward: bool = False
-    """Whether the class overrides ``forward``, but not ``_add_norm``, which would not call ``forward``. It is set for
-    each derived class.
+    """Whether the class overrides ``forward`` but not ``_add_norm``. The inherited ``_add_norm`` must then not be used,
+    because it does not call ``forward``. The attribute is set when a class is derived.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:

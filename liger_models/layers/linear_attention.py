@@ -70,7 +70,7 @@ class LinearAttention(Layer):
         unit_rows: number of rows of ``in_proj`` per unit.
         unit_channels: number of channels of the convolution per unit.
         conv_size: K, the number of tokens that the convolution covers.
-        layer: index of the layer, which is also its slot in the decode cache.
+        layer: index of the layer, and of its slot in the decode cache.
         bias: whether ``in_proj`` has a bias.
         conv_bias: whether the convolution has a bias.
         kernel: False runs plain PyTorch instead of a kernel.
@@ -188,7 +188,8 @@ class LinearAttention(Layer):
     def add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
     ) -> tuple[Tensor, Tensor]:
-        """Add ``x`` to ``residual`` and apply the layer to ``norm(residual)``. Returns ``(y, residual)`` [B, T, C].
+        """Add ``x`` to ``residual``, and apply the layer to the normalized sum. Return the output and the sum, both [B,
+        T, C].
 
         The backward recomputes the normalized activations. If ``recompute`` is True, the backward recomputes the whole
         layer except the output projection.
@@ -236,7 +237,8 @@ class LinearAttention(Layer):
         return out.reshape(B, T, math.prod(out.shape[2:]))
 
     def _mix_drafts(self, projected: Tensor, cache: Any) -> Tensor:
-        """Apply `mix` to the drafts [rows · n, 1, ...] of `PagePool.speculate`, and keep each token's states."""
+        """Apply `mix` to the tokens [rows · n, 1, ...] that `PagePool.speculate` has prepared, and keep the states
+        after each token."""
         tokens = projected.unflatten(0, (-1, cache.width)).squeeze(2)  # [rows, n, ...]
         states = cache.states(self.layer)
         options: dict[str, Any] = {"cu_seqlens": None, "kernel": self.kernel, "stateful": True}

@@ -27,8 +27,8 @@ TOKEN_MULTIPLE = 64
 it skips tokens of each sequence, the number of remaining tokens of a sequence is a multiple of TOKEN_MULTIPLE."""
 
 BIAS_COLUMNS = 8
-"""Number of columns that the bias adds to the operands of a loss. Because it is a multiple of 8, the rows of a
-matrix stay aligned to 16 bytes, which fast matrix products need.
+"""Number of columns that the bias adds to the operands of a loss. A multiple of 8 keeps the rows of the operands
+aligned to 16 bytes, as fast matrix products require.
 """
 
 

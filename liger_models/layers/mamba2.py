@@ -142,7 +142,7 @@ class LigerMamba2(LinearAttention):
         num_groups: G; H is a multiple of G.
         state_size: N.
         conv_size: K, the number of tokens that the convolution covers.
-        layer: index of the layer, which is also its slot in the decode cache.
+        layer: index of the layer, and of its slot in the decode cache.
         eps: eps of the gated norm.
         bias: whether the projections have biases.
         out_bias: whether the output projection has a bias; if None, ``bias`` decides.

@@ -131,7 +131,8 @@ MOST_DOCUMENTS = 32
 """If the mean number of packed documents per row is at most this number, variable-length attention is faster than
 flex_attention.
 
-Variable-length attention launches as many Triton programs for each document as for a whole row.
+Variable-length attention launches as many Triton programs for each document as for a whole row, so many documents slow
+it down.
 """
 
 

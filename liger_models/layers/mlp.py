@@ -130,7 +130,7 @@ class GatedMLP(Layer):
         return self.kernel and plain and fusible and use_triton(x)
 
     def add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add ``x`` to ``residual`` and apply the MLP to ``norm(residual)``. Returns ``(y, residual)``, both [..., C].
+        """Add ``x`` to ``residual``, and apply the MLP to the normalized sum. Return the output and the sum, both [..., C].
 
         Without a norm, the MLP is applied to the sum. The backward recomputes the normalized activations and the gated
         product. If ``recompute`` is True, the backward also recomputes the gate and up projection.
@@ -151,7 +151,7 @@ class GatedMLP(Layer):
         return is_hooked(self) or type(self).forward not in (GatedMLP.forward, TiledMLP.forward)
 
     def _fused(self, fused: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute `add_norm` by one op."""
+        """Do the work of `add_norm` in one op."""
         # If the inner width is sharded, the op returns this rank's partial sum, and the bias is added to the total of
         # all ranks.
         up_proj, down_proj = self.gate_up_proj, self.down_proj
@@ -181,8 +181,8 @@ class GatedMLP(Layer):
                 down_low_rank=low_rank_of(down_proj, down.dtype),
             )  # fmt: skip
         if repeats():
-            # If nothing is saved after this call, recomputation stops inside the call. Otherwise the following layers
-            # need y.
+            # The recomputation stops inside this call if the backward needs no tensor of a later layer. If the
+            # recomputation goes on, the later layers need y.
             y, residual = mlp(need_y=False)
             with torch.no_grad():
                 y.data.copy_(mlp()[0])  # autograd forbids in-place writes to one of several results
@@ -326,7 +326,7 @@ class LigerMLP(Layer):
         return partial.sum(y) if partial else y
 
     def add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add ``x`` to ``residual`` and apply the MLP to ``norm(residual)``. Returns ``(y, residual)``, both [..., C].
+        """Add ``x`` to ``residual``, and apply the MLP to the normalized sum. Return the output and the sum, both [..., C].
 
         The backward recomputes the normalized activations. If ``recompute`` is True, the backward recomputes the whole
         MLP, but not the sum of ``x`` and ``residual``.

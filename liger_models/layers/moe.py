@@ -319,9 +319,8 @@ class LigerMoE(Layer):
     def add_norm(
         self, norm: Norm, x: Tensor | None, residual: Tensor, experts: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add ``x`` to ``residual`` and apply the layer to ``norm(residual)``.
-
-        Returns ``(y, residual, router_logits)``. If ``experts`` [..., K] are given, they replace the router's choice.
+        """Add ``x`` to ``residual``, and apply the layer to the normalized sum. Return the output, the sum and the
+        router logits. If ``experts`` [..., K] are given, they replace the router's choice.
         """
         normed, residual = add_norm(norm, x, residual)
         y, router_logits = self(normed, experts)

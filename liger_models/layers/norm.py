@@ -138,7 +138,7 @@ class LigerRMSNorm(Layer):
         return function(hidden_states, weight, self.eps, self.offset, self.scale_in_fp32)
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add ``x`` (if not None) to ``residual``. Returns ``(norm(residual), residual)``, both [..., C]."""
+        """Add ``x`` (if not None) to ``residual``. Return ``(norm(sum), sum)``, both [..., C]."""
         # A norm with hooks or a replaced forward must be called as a module, so the sum is computed separately.
         if x is None or not is_plain(self):
             _, residual = add_norm(None, x, residual)
@@ -240,7 +240,7 @@ class LigerLayerNorm(Layer):
         return function(hidden_states, *self._own(), self.eps)
 
     def add(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add ``x`` (if not None) to ``residual``. Returns ``(norm(residual), residual)``, both [..., C]."""
+        """Add ``x`` (if not None) to ``residual``. Return ``(norm(sum), sum)``, both [..., C]."""
         # A norm with hooks or a replaced forward must be called as a module, so the sum is computed separately.
         if x is None or not is_plain(self):
             _, residual = add_norm(None, x, residual)
@@ -268,7 +268,7 @@ PLAIN_MODULES = ORDINARY_LINEARS | {LigerRMSNorm, LigerLayerNorm}
 
 
 def add_norm(norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Add ``x`` (if not None) to ``residual``. Returns ``(norm(residual), residual)``, both [..., C].
+    """Add ``x`` (if not None) to ``residual``. Return ``(norm(sum), sum)``, both [..., C].
 
     If the norm has a method ``add``, this method computes both results in one kernel. Any other norm is called with the
     sum. If there is no norm, the sum is returned twice. This is the case in models such as OLMo 2, whose branches have

@@ -152,15 +152,15 @@ class PagePool(PagedCache):
         self.pages, self.length, self.width = Pages(self._table, self.lengths), 1, 1
 
     def speculate(self, n: int, offset: int = 0) -> Tensor:
-        """Prepare a forward of n tokens per row. After the forward, `accept` keeps the accepted tokens, which are the
-        first of each row's n tokens.
+        """Prepare a forward of n tokens per row. After the forward, `accept` says how many of a row's n tokens are
+        kept, counted from the first.
 
         In this forward, each token is a separate row of the batch. The batch thus has ``rows · n`` rows, in which the n
         tokens of each row of the pool are consecutive. Neither ``lengths`` nor the linear-attention states change.
 
         Args:
             n: number of tokens of each row.
-            offset: number of positions between the cached tokens of a row and the first of these tokens.
+            offset: number of positions between a row's cached tokens and the first of its n new tokens.
 
         Returns:
             The positions of the tokens, [rows · n, 1] int64, 0 for idle rows.

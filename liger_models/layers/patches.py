@@ -300,8 +300,8 @@ def _divide(index: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _share_out(here: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Assign the tokens that are True in ``here`` [B, T], in order, to items of the given sizes. Returns the same as
-    `_split_by`."""
+    """Assign the tokens that are True in ``here`` [B, T], in order, to items of the given sizes. For each token, return
+    ``(item, index within the item)``, as `_split_by` does."""
     rank = (here.flatten().cumsum(0) - 1).view(here.shape).clamp_min(0)  # index among all marked tokens
     return _split_by(sizes, rank)
 

@@ -21,8 +21,8 @@ class LigerQKNormAttention(LigerAttention):
     """`LigerAttention` with norms of q and k before the rotation.
 
     Args:
-        norm: function that returns a `LigerRMSNorm` of a given width. Fused ops read its weight and its constants, but
-            do not call it unless it has hooks or was replaced.
+        norm: function that returns a `LigerRMSNorm` of a given width. Fused ops read the weight and the constants of
+            the norm. The norm is called only if it has hooks or was replaced.
         whole_projection: whether to normalize all heads together (OLMo 2) instead of each head separately (Qwen3, Gemma
             3).
         clip: limit to which the absolute values of q, k and v are clipped after the norms; None for no limit. It
@@ -56,7 +56,8 @@ class LigerQKNormAttention(LigerAttention):
                 )
         self.whole_projection, self.clip = whole_projection, clip
         self.mean_group: Group | None = None
-        """The process group over whose heads the norms average; None if they average only over this rank's heads."""
+        """The process group over whose heads the norms take the mean of squares; None for the mean over this rank's
+        heads alone."""
 
     def shard(self, group: Group) -> dict[str, int]:
         """See `LigerAttention.shard`. If a norm covers all heads, its mean of squares covers the heads of all ranks."""

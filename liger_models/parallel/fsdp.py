@@ -95,8 +95,8 @@ def apply_fsdp(
         reshard_after_forward: whether to reshard a block after its forward. False keeps blocks gathered until their
             backward (ZeRO-2). A number reshards blocks over this many ranks between the forward and the backward.
         prefetch: number of groups that are gathered ahead of their use.
-        float8_gather: whether weights with a single float8 scale (`convert_to_float8`, recipe "tensorwise") are
-            rounded before they are gathered. The results are the same. If ``reshard_after_forward`` is a number, or
+        float8_gather: whether weights with a single float8 scale (`convert_to_float8`, recipe "tensorwise") are rounded
+            before they are gathered. This does not change the results. If ``reshard_after_forward`` is a number, or
             with ``cpu_offload``, these weights are gathered in ``param_dtype``.
         averaged: matters if ``mesh`` is a part of a larger mesh. Pass True if ranks along the other dimensions hold
             other parameters (pipeline stages), or if your own code averages the gradients over these dimensions.

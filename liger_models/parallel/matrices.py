@@ -28,8 +28,9 @@ class Piece(NamedTuple):
     """The part of a `Unit` that one rank holds.
 
     Attributes:
-        local: index of the piece's rows in the rank's shard, with flattened leading dimensions.
-        rows: index of the piece's rows in the unit.
+        local: index that selects the piece's rows in the rank's shard. The leading dimensions of the shard are
+            flattened.
+        rows: index that selects the piece's rows in the unit.
         columns: which columns of the unit are in the shard. The piece has all columns of the shard.
         shape: number of rows and number of columns.
     """

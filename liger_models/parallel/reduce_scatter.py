@@ -64,7 +64,7 @@ class _Buffer(Tensor):
 
 
 def _concatenate(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> None:
-    """``out`` has a row for each rank. Fill each row with the rank's chunks of all tensors, one after the other.
+    """Fill each row of ``out``, which belongs to one rank, with this rank's chunks of all tensors, one after the other.
 
     PyTorch's own kernel reads a table with an entry for every few KB of a chunk, and the host needs milliseconds to
     build this table. On two ranks, PyTorch's kernel takes twice as long as this function for a large layer, and four
@@ -104,7 +104,9 @@ class ReduceScatter:
         self.done = 0
         """The number of backward passes that had been counted at the last reduce-scatter."""
         self.sends = True
-        """Whether the next buffer is for sending. After a failure, this is False, so the next buffer is not narrow."""
+        """Whether the next buffer is for sending, and may therefore have the dtype of the gradients. If a
+        reduce-scatter failed before it sent anything, this is False, and the next buffer has the dtype of the
+        result."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a buffer. FSDP2 first allocates the buffer for sending, then the buffer for receiving."""

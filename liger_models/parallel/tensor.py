@@ -170,8 +170,8 @@ def check_unsharded(where: str, model: Decoder) -> None:
 
 
 def _check_gradients(model: Decoder, summed: Collection[nn.Module], dims: dict[str, int]) -> None:
-    """Raise ValueError if the blocks have a replicated parameter whose gradient is not summed over the ranks by any
-    layer.
+    """Raise ValueError if the blocks have a replicated parameter, and no layer sums the gradient of this parameter over
+    the ranks.
 
     With sequence parallelism, each rank computes the gradient of a replicated parameter only from its own tokens.
 

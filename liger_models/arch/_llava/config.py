@@ -181,8 +181,8 @@ def to_json(keys: Mapping[str, Any], top: tuple[str, ...] = TOP, *, text_ties: b
 
 
 def tower_levels(config: LlavaTextConfig) -> tuple[str, ...]:
-    """The possible strings between the tower's prefix and the rest of a tensor name. For CLIP, there are two strings.
-    The second string, which transformers 5 writes, is empty."""
+    """Return the possible strings between the tower's prefix and the rest of a tensor name. For CLIP, there are two:
+    ".vision_model", and the empty string, which is used in files that transformers 5 writes."""
     return (".vision_model", "") if config.vision_config.model_type == CLIP else ("",)
 
 

@@ -81,7 +81,7 @@ def write_llava(keys: Mapping[str, Any], top: tuple[str, ...], text_type: str, v
 
 
 def mlp_entries(ours: str, theirs: tuple[str, str], *, bias: bool) -> dict[str, Expression | str]:
-    """Return the entries of a weight map for a `LigerMLP`; ``theirs`` has the checkpoint's names of the MLP's two
-    layers."""
+    """Return the entries of a weight map for a `LigerMLP`; ``theirs`` has the names that `fc1` and `fc2` have in the
+    checkpoint."""
     kinds = ("weight", "bias") if bias else ("weight",)
     return {f"{ours}.fc{i}.{k}": f"{name}.{k}" for i, name in enumerate(theirs, 1) for k in kinds}

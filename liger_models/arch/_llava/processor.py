@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def side_of(settings: Mapping[str, Any], key: str, *names: str) -> int | None:
     """Read a size from preprocessor_config.json. The size is a number, or a mapping whose keys are some of ``names``.
 
-    The result is None if the size is missing, or if the mapping has different values.
+    The result is None if the size is missing, or if the values in the mapping differ from each other.
     """
     value = settings.get(key)
     if isinstance(value, Mapping):

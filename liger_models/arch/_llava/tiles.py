@@ -12,8 +12,8 @@ class Tiles(NamedTuple):
 
     Attributes:
         rows, columns: number of rows and columns of tiles, not counting the tile of the whole image.
-        top, bottom: first row of tokens that is not padding, and the end of these rows (exclusive).
-        left, right: first column of tokens that is not padding, and the end of these columns (exclusive).
+        top, bottom: the rows of tokens from ``top`` to ``bottom - 1`` are not padding.
+        left, right: the columns of tokens from ``left`` to ``right - 1`` are not padding.
     """
 
     rows: int

@@ -24,7 +24,8 @@ class MRopeModel(GridImageModel):
     processor_class = QwenVLProcessor
     images_shift_positions = True
     interleaved: ClassVar[bool] = False
-    """Whether rotary frequencies alternate between time, height and width, instead of each having its own section."""
+    """Whether the rotary frequencies of time, height and width alternate. If False, each of the three has its own
+    section."""
 
     def build_visual(self, config: Any) -> nn.Module:
         """The vision tower."""

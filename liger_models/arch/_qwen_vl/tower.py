@@ -131,7 +131,8 @@ def tower_entries(
 
 
 def merger_entries(ours: str, theirs: str, parts: Mapping[str, str], *, norm_bias: bool = True) -> dict[str, str]:
-    """Return the entries of a weight map for a `PatchMerger`; ``parts`` maps names of its parts to checkpoint names."""
+    """Return the weight-map entries of a `PatchMerger`; ``parts`` maps the names of the merger's parts to checkpoint
+    names."""
     return {
         f"{ours}.{part}.{parameter}": f"{theirs}.{name}.{parameter}"
         for part, name in parts.items()

@@ -69,7 +69,7 @@ class Gemma3TextConfig(RMSNormDecoderConfig):
         check_values(self, use_bidirectional_attention=(None, False))
 
     def layer_type(self, layer: int) -> str:
-        """Type of a layer and name of its rotary embedding: "sliding_attention" or "full_attention"."""
+        """Type of a layer, which is also the name of its rotary embedding: "sliding_attention" or "full_attention"."""
         if self.layer_types is not None:
             return self.layer_types[layer]
         return "sliding_attention" if (layer + 1) % self.sliding_window_pattern else "full_attention"

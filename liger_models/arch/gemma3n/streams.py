@@ -85,7 +85,8 @@ class AltUp(Layer):
         self.correction = nn.Linear(self.streams, self.streams, bias=False)
         self.scales = config.altup_correct_scale
         self.scale = nn.Parameter(torch.zeros(C), requires_grad=self.scales)
-        """A factor for the corrected first stream that the per-layer branch reads. Every checkpoint has this factor."""
+        """The output factor, which multiplies the corrected first stream before the per-layer branch reads it. Every
+        checkpoint has this factor, even if the model does not use it."""
         self.group: Group | None = None
 
     def draw(self, std: float) -> bool:

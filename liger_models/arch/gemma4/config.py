@@ -76,7 +76,7 @@ class Gemma4TextConfig(RMSNormDecoderConfig):
             )
 
     def layer_type(self, layer: int) -> str:
-        """Type of a layer and name of its rotary embedding: "sliding_attention" or "full_attention"."""
+        """Type of a layer, which is also the name of its rotary embedding: "sliding_attention" or "full_attention"."""
         if layer == self.num_hidden_layers - 1:
             return "full_attention"  # whatever layer_types says
         if self.layer_types is not None:

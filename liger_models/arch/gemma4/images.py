@@ -25,7 +25,8 @@ from liger_models.layers.decoder import CausalLMOutput
 from liger_models.layers.patches import count_torn
 
 REFUSED = {"input_features": "audio", "input_features_mask": "audio", "pixel_values_videos": "videos"}
-"""Maps each argument that only the model in transformers supports to the medium that the argument holds."""
+"""Maps each argument that this model refuses, although the model in transformers takes it, to the kind of input that
+the argument holds."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,7 @@ class Gemma4VisionConfig:
 
     @property
     def patch_values(self) -> int:
-        """Number of values of a patch."""
+        """Number of pixel values in a patch, three for each pixel."""
         return 3 * self.patch_size**2
 
     @property

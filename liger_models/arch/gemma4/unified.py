@@ -56,7 +56,7 @@ class Gemma4UnifiedVisionConfig:
 
     @property
     def patch_values(self) -> int:
-        """Number of values of a patch."""
+        """Number of pixel values in a patch, three for each pixel."""
         return 3 * (self.patch_size * self.pooling_kernel_size) ** 2
 
     @property

@@ -138,7 +138,7 @@ class LigerCrossAttention(Layer):
         hidden_size: C.
         num_heads, num_kv_heads: H and G; H is a multiple of G.
         head_dim: D.
-        layer: index of the layer, which is also its slot in the decode cache.
+        layer: index of the layer, and of its slot in the decode cache.
         norm: function that returns a `LigerRMSNorm` of a given width.
         dropout: probability of dropping an attention weight in training.
 
@@ -209,7 +209,7 @@ class LigerCrossAttention(Layer):
     def add_norm(
         self, norm: LigerRMSNorm, x: Tensor | None, residual: Tensor, images: ImageStates
     ) -> tuple[Tensor, Tensor]:
-        """Add ``x`` to ``residual``, and apply attention to ``norm(residual)``. The result is ``(y, residual)``, both
+        """Add ``x`` to ``residual``, and apply attention to the normalized sum. Return the output and the sum, both
         [B, T, C]."""
         if recomputes(self):
             y, residual = run_twice(

@@ -32,7 +32,7 @@ class Olmo3Config(Olmo2Config):
     layer_types: list[str] | None = None
 
     def layer_type(self, layer: int) -> str:
-        """Type of a layer and name of its rotary embedding: "sliding_attention" or "full_attention"."""
+        """Type of a layer, which is also the name of its rotary embedding: "sliding_attention" or "full_attention"."""
         if self.layer_types is not None:
             return self.layer_types[layer]
         return "sliding_attention" if (layer + 1) % 4 else "full_attention"
