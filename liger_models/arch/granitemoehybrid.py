@@ -136,8 +136,8 @@ class LigerGraniteMoeHybrid(CausalLM):
 
 
 def _map(config: GraniteMoeHybridConfig, experts: tuple[str, str, str]) -> WeightMap:
-    """Return the weight map of Granite 4; ``experts`` has the checkpoint's names of the experts' matrices and of the
-    router."""
+    """Return the weight map of Granite 4; ``experts`` has the names that the experts' matrices and the router have in
+    the checkpoint."""
     layer = "model.layers.{i}"
     mlps: dict[str, Expression | str] = {}
     if config.num_local_experts > 0:

@@ -1,8 +1,8 @@
 """Nemotron-3 8B, Nemotron-4 340B and 15B, Minitron 4B and 8B, Nemotron-Mini: model_type ``nemotron``.
 
 Differs from Llama: norms are LayerNorms with bias, and their stored weight is the actual weight minus 1
-("LayerNorm1P"). The MLP has no gate, and its activation is the square of ReLU. Only the first ``partial_rotary_factor``
-· D dimensions of each head are rotated.
+("LayerNorm1P"). The MLP has no gate, and its activation is the square of ReLU. Only the first dimensions of each head
+are rotated; their fraction of the head is ``partial_rotary_factor``.
 
 Source: https://arxiv.org/abs/2402.16819, https://arxiv.org/abs/2407.14679, transformers ``models/nemotron``.
 """

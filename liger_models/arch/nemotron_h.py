@@ -375,7 +375,8 @@ KEPT = ("mtp.",)
 
 
 def mtp_format(config: NemotronHConfig) -> MTPFormat:
-    """Return where a checkpoint stores the multi-token prediction block, which has attention and experts."""
+    """Return the size of the multi-token prediction block, which has attention and experts, and the names of its
+    tensors in a checkpoint."""
     pattern = f"{ATTENTION}{MOE}"
     names = {"fc": "0.eh_proj", "pre_fc_norm_embedding": "0.enorm", "pre_fc_norm_hidden": "0.hnorm"}
     names |= {"norm": "1.final_layernorm"}

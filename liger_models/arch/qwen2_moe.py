@@ -1,7 +1,7 @@
 """Qwen1.5-MoE-A2.7B and Qwen2-57B-A14B: model_type ``qwen2_moe``.
 
-Differs from Qwen2: if i + 1 is a multiple of ``decoder_sparse_step`` and i is not in ``mlp_only_layers``, the MLP of
-layer i is a mixture of experts plus a shared expert with a gate. The routing weights are renormalized only if
+Differs from Qwen2: the MLP of layer i is a mixture of experts plus a shared expert with a gate if i + 1 is a multiple
+of ``decoder_sparse_step`` and i is not in ``mlp_only_layers``. The routing weights are renormalized only if
 ``norm_topk_prob`` is set, and are always rounded to the dtype of the router logits. If ``use_sliding_window`` is set,
 the even-numbered layers below ``max_window_layers`` attend only to the last ``sliding_window`` tokens. If
 ``layer_types`` is given, this list selects the layers with an attention window instead. If ``output_router_logits`` is

@@ -1,7 +1,7 @@
 """Qwen3-MoE (30B-A3B, 235B-A22B, Coder): model_type ``qwen3_moe``.
 
-Differs from Qwen3: if i + 1 is a multiple of ``decoder_sparse_step`` and i is not in ``mlp_only_layers``, the MLP of
-layer i is a mixture of experts. Routing weights are renormalized if ``norm_topk_prob`` is set, and then rounded to the
+Differs from Qwen3: the MLP of layer i is a mixture of experts if i + 1 is a multiple of ``decoder_sparse_step`` and i
+is not in ``mlp_only_layers``. Routing weights are renormalized if ``norm_topk_prob`` is set, and then rounded to the
 dtype of the router logits. If ``output_router_logits`` is set, the load-balancing loss is added to the loss.
 
 Source: https://arxiv.org/abs/2505.09388, transformers ``models/qwen3_moe``.

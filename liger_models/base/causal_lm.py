@@ -199,7 +199,7 @@ class CausalLM(Decoder):
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: object = None, *, every_n_layers: int = 1, offload: bool = False
     ) -> None:
-        """Set checkpointing policies through the method that transformers' Trainer calls; see `set_checkpointing`.
+        """Set checkpointing policies; see `set_checkpointing`. transformers' Trainer calls this method.
 
         Args:
             activation_checkpointing_kwargs: ignored; accepted because Trainer passes it.

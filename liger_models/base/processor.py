@@ -225,7 +225,7 @@ class Processor(ABC):
     """
 
     places_bos: ClassVar[bool] = False
-    """Whether `framed` writes the BOS token of a text itself, so the tokenizer must not add it."""
+    """Whether `framed` writes the BOS token of a text. If so, the tokenizer must not add it."""
     takes_videos: ClassVar[bool] = False
     takes_bounds: ClassVar[bool] = False
 

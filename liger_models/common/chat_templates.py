@@ -10,7 +10,7 @@ from liger_models.common.json_files import parse_json
 
 CONFIG, DEFAULT = "tokenizer_config.json", "chat_template.jinja"
 ADDITIONAL = "additional_chat_templates/*.jinja"
-"""Pattern of the files with the additional templates, which are named after the templates."""
+"""Pattern of the files with the additional templates. Each file is named after its template."""
 
 
 def join_templates(files: dict[str, bytes], additional: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -24,7 +24,7 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
 
 
 def _index(device: torch.device) -> list[torch.device]:
-    """Return the arguments that select a device: [device], or [] if the device has no index, which stands for the
-    current device.
+    """Return the arguments that select a device: [device], or [] if the device has no index and therefore stands for
+    the current device.
     """
     return [] if device.index is None else [device]

@@ -45,7 +45,8 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
     exception of the failed rank with the lowest number.
 
     Args:
-        group: the process group that exchanges the errors, which must include all ranks; None for the default group.
+        group: the process group over which the errors are exchanged. It must include all ranks. None for the default
+            group.
     """
     error: Exception | None = None
     try:

@@ -51,7 +51,7 @@ _optimizers: WeakSet[Any] = WeakSet()
 """The optimizers whose kernels are compiled together with the kernels of a step."""
 
 _early: WeakKeyDictionary[nn.Module, threading.Thread] = WeakKeyDictionary()
-"""The threads that record the first steps of models that are being loaded."""
+"""Maps a model that is being loaded to the thread that records the model's first step."""
 
 
 class Launch(NamedTuple):
@@ -130,7 +130,7 @@ def compile_early(model: Any, shape: tuple[int, int], device: torch.device) -> N
     if device.type != "cuda" or not _has_kernels() or any(isinstance(x, float) and x > 0 for x in dropout):
         return
     device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    twin = copy.deepcopy(model)  # has the same layers, and its parameters never get values
+    twin = copy.deepcopy(model)  # a copy with the same layers, whose parameters never get values
 
     def record() -> None:
         kernels: Kernels = {}

@@ -54,7 +54,7 @@ class LigerGatedConv(LinearAttention):
 
     @property
     def token_flops(self) -> int:  # type: ignore[override]
-        """Operations per token: the convolution and both gates."""
+        """Operations per token in the convolution and in both gates."""
         return (2 * self.conv_size + 2) * self.units * self.width
 
     def draw(self, std: float) -> bool:

@@ -289,7 +289,8 @@ class LigerLatentAttention(BaseAttention):
         return cache.pages is not None or T * (2 * self.kv_rank - expanded) <= self.kv_rank * expanded
 
     def _write_latents(self, latents: Latents, layout: BatchLayout) -> tuple[Tensor | None, Tensor | None]:
-        """Write the rows of a step's tokens into the cache's pages, and normalize the latents of the tokens' queries.
+        """Write the rows (see the module's docstring) of a step's tokens into the cache's pages, and normalize the
+        latents of the tokens' queries.
 
         Returns:
             The pages [pages, P, 1, L + R], and the normalized latents [B, T, Q]. The pages are None if the rows have

@@ -242,7 +242,7 @@ class LigerXIELU(Layer):
 
 
 class LigerMLP(Layer):
-    """``fc2(act(fc1(x)))``, which saves only the input of the activation.
+    """``fc2(act(fc1(x)))``. Between the two layers, only the input of the activation is saved for the backward.
 
     Args:
         hidden_size: C.

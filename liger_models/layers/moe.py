@@ -517,8 +517,8 @@ class LigerSharedExpertMoE(Layer):
 
 @torch.no_grad()
 def update_correction_biases(model: Any, experts: Tensor, rate: float = 1e-3) -> None:
-    """Raise the `CorrectionBias` of experts that got fewer tokens than the mean, and lower the `CorrectionBias` of
-    experts that got more.
+    """Increase the `CorrectionBias` of experts that got fewer tokens than the mean, and decrease it for experts that
+    got more.
 
     Call this function after the backward of a step, on all ranks. In each layer, the bias of expert ``e`` changes by
     ``rate · sign(mean(load) − load_e)``, where ``load_e`` is the number of tokens that expert ``e`` received from all

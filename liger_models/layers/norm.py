@@ -330,7 +330,8 @@ def is_fusible(*linears: nn.Module) -> bool:
 def _attribute(linear: nn.Module, name: str) -> Any:
     """Return an attribute of a layer, or None if the layer lacks this attribute, as all ordinary linear layers do.
 
-    In ordinary layers, the attribute is not looked up, because the search for a missing attribute takes a microsecond.
+    For an ordinary layer, the result is None without a search, because the search for a missing attribute takes a
+    microsecond.
     """
     return None if type(linear) in ORDINARY_LINEARS else getattr(linear, name, None)
 

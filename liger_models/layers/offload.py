@@ -100,7 +100,7 @@ class Kept:
         before: the storage that was offloaded just before this one. The backward needs that storage just after this
             one.
         nbytes: size of the storage.
-        uses: number of saved tensors in the storage.
+        uses: number of saved tensors whose memory is this storage.
         rounds: number of backward passes that have read all saved tensors of the storage.
     """
 

@@ -25,7 +25,8 @@ def is_hooked(module: nn.Module) -> bool:
 def has_hooks(module: nn.Module, ignored: tuple[str, ...] = ("only_checks",)) -> bool:
     """Whether a module has hooks, not counting hooks that have one of the attributes named in ``ignored``."""
     registries = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    for registry in registries:  # every fused layer calls this in every forward, so empty registries create nothing
+    # Nothing is created for empty registries, because every fused layer calls this function in every forward.
+    for registry in registries:
         if registry and not all(any(getattr(hook, name, False) for name in ignored) for hook in registry.values()):
             return True
     return False

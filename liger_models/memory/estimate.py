@@ -96,7 +96,7 @@ class TrainingMemory(NamedTuple):
         host_moments: Collection[int] = (),
         in_backward: bool = False,
     ) -> dict[str, int]:
-        """Return the parts of the memory at the peak, which add up to the peak.
+        """Return the parts of the memory at the time of the peak. Their sum is the peak.
 
         During the backward, gradients take more and more memory, and activations take less and less. Therefore, if each
         block saves at least as much as the blocks before it, the peak is reached at one of four times: when the head

@@ -25,7 +25,7 @@ from liger_models.memory.step_times import StepTimes
 
 KEPT, MOVED, SECONDS, COUNTS = 0, 1, 2, 3
 """Columns of the sums over blocks: bytes that stay on the device, offloaded bytes, and seconds of recomputation. After
-these, column ``COUNTS + 3 · type + policy`` is the number of blocks of a type that have a policy."""
+these, column ``COUNTS + 3 · type + policy`` is the number of blocks with the given type and policy."""
 
 
 class Candidate(NamedTuple):

@@ -150,7 +150,7 @@ def apply_fsdp(
         raise ValueError(f"apply_fsdp: prefetch must not be negative, got {prefetch}.")
 
     # Determine the mesh to shard over, and the ranks outside of this mesh that hold replicas of this rank's weights.
-    # Sample the weights for comparing the ranks while every rank has all weights.
+    # While every rank has all weights, take samples of the weights, with which the ranks are compared later.
     mesh = _all_ranks() if mesh is None else mesh
     samples, copies = weight_samples(model), replicas(mesh, model.groups.tensor)
     experts = next((layer.groups.expert for layer in layers_of(model) if layer.groups.expert is not None), None)
@@ -311,7 +311,8 @@ def _options(
 
 
 def _placement(parameter: nn.Parameter, *, ranks: int, any_dimension: bool) -> Shard | None:
-    """Return how to shard a parameter along a dimension other than the first; None to shard it along the first.
+    """Return the placement of a parameter that must be sharded along a dimension other than the first; None if the
+    first dimension is suitable.
 
     Args:
         parameter: a plain parameter, or a DTensor that `apply_tp` or `apply_ep` has sharded.

@@ -177,8 +177,8 @@ class Exchange:
 
         Args:
             sent: for each rank, the tensors that this rank sends to it.
-            expected: for each tensor that this rank receives, in the order of sending, the sender's rank and the
-                number of elements.
+            expected: the sender's rank and the number of elements for each tensor that this rank receives. Each
+                sender's tensors are in the order in which it sends them.
             shards: tensors with the dtype and the device of the exchange.
 
         Returns:
@@ -233,8 +233,8 @@ class SharedMatrices:
 
         Args:
             active: indices of the parameters to process, the same on all ranks.
-            read: function that takes a parameter's index and returns this rank's shard of the input: [rows, c], with
-                flattened leading dimensions, in new memory on the device of the mesh.
+            read: function that takes a parameter's index and returns this rank's shard of the input, [rows, c]. The
+                leading dimensions of the shard are flattened. The result is in new memory on the device of the mesh.
             compute: function that takes stacks [k, n, c] of whole matrices and returns results with the same shapes.
             write: function that takes a parameter's index and this rank's shard of the result, and stores the result.
         """

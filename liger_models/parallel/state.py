@@ -272,7 +272,7 @@ def load_state(
     step: int | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> int | None:
-    """Load a state that `save_state` has saved into the given objects. Every rank must call this function.
+    """Restore the given objects to a state that `save_state` has saved. Every rank must call this function.
 
     On the same number of ranks, training continues as if it had not stopped. On another number of ranks, model,
     optimizer and scheduler are completely restored, but random number generators are restored only on the ranks that

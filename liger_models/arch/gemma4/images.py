@@ -44,8 +44,8 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
     """A Gemma 4 decoder for text and images, with its language-model head.
 
     This class reads three properties of ``vision_config``: the number of patches along each side of an image token
-    (``pooled``), the number of values of a patch (``patch_values``), and the largest number of columns and rows of an
-    image (``position_embedding_size``)."""
+    (``pooled``), the number of pixel values in a patch (``patch_values``), and the largest number of columns and rows
+    of an image (``position_embedding_size``)."""
 
     tower_class: ClassVar[Callable[..., nn.Module]]
     """Builds the module that computes image tokens. The arguments are ``(vision_config, token width, kernels)``."""

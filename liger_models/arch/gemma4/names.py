@@ -110,7 +110,7 @@ def text_map(
 
 
 def _expert_entries(block: str) -> dict[str, Expression | str]:
-    """Return the entries for the router and the experts of a block."""
+    """Return the weight-map entries for the router and the experts of a block."""
     gate_up, down = fused_expert_rows(f"{block}.experts.gate_up_proj", f"{block}.experts.down_proj")
     return {
         "layers.{i}.moe.gate.proj.weight": f"{block}.router.proj.weight",

@@ -1,7 +1,7 @@
 """The processor of LFM2-VL, which turns text and images into model inputs.
 
-As in the other families, Pillow resizes the images, whereas torchvision resizes them in transformers. Some pixel values
-therefore differ from those of transformers by one level out of 256.
+As in the other families, Pillow resizes the images. In transformers, torchvision resizes the images of LFM2-VL. Some
+pixel values therefore differ from those of transformers by one level out of 256.
 
 Source: transformers ``image_processing_lfm2_vl.py``, ``processing_lfm2_vl.py``.
 """
@@ -52,7 +52,8 @@ class Grid(NamedTuple):
 
 
 class Lfm2VlImages(ImageConverter):
-    """Resizes a small image to whole image tokens. Cuts a large image into tiles, and adds a small copy of the image.
+    """Resizes a small image so that it consists of whole image tokens. Cuts a large image into tiles, and adds a small
+    copy of the image.
 
     Args:
         settings: the content of preprocessor_config.json.

@@ -20,7 +20,7 @@ from liger_models.layers.norm import LigerLayerNorm
 from liger_models.layers.patches import Patches, locate_patches, resample_positions
 
 PROJECTOR_EPS = 1e-5
-"""The eps of the projector's norm, which no configuration sets."""
+"""The eps of the projector's norm. No configuration sets it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,10 @@ set, the layers without rotation multiply the query at position ``p`` by ``1 + a
 floor_scale))``. ``no_rope_layers`` has an entry for each layer. Despite the name of this list, the entry 1 means that
 the layer rotates q and k. If the list is empty, as in released files, the default applies.
 
-``moe_layers`` lists the layers whose MLP is a mixture of experts. If the list is missing, layer i has experts if i + 1
-is a multiple of ``interleave_moe_layer_step``. The input of an expert is multiplied by the sigmoid of the expert's
-logit. A shared expert processes all tokens, and its output is added to the output of the chosen experts.
-``intermediate_size`` is the width of an expert, and ``intermediate_size_mlp`` is the width of a dense MLP.
+``moe_layers`` lists the layers whose MLP is a mixture of experts. Without this list, layer i has experts if i + 1 is a
+multiple of ``interleave_moe_layer_step``. The input of an expert is multiplied by the sigmoid of the expert's logit. A
+shared expert processes all tokens, and its output is added to the output of the chosen experts. ``intermediate_size``
+is the width of an expert, and ``intermediate_size_mlp`` is the width of a dense MLP.
 
 The position ``p`` of a query is the same as in the rotation (``position_ids``). transformers instead numbers the cached
 and new tokens in order. Because transformers also counts the left padding of a prompt, padding changes the tokens that

@@ -18,7 +18,7 @@ from liger_models.layers.rope import AxialRotaryEmbedding
 from liger_models.layers.vision import VisionBlock
 
 EPS = 1e-5
-"""The eps of all LayerNorms, which transformers does not read from config.json."""
+"""The eps of all LayerNorms. transformers does not read it from config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)

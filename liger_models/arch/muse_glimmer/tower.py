@@ -18,7 +18,7 @@ from liger_models.layers.rope import AxialRotaryEmbedding
 from liger_models.layers.vision import VisionBlock
 
 BLOCK_EPS = 1e-5
-"""Epsilon of the norms in the blocks, which config.json does not change."""
+"""Epsilon of the norms in the blocks. config.json does not set it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ KEPT = ("mtp.",)
 
 
 def mtp_format(config: HybridConfig) -> MTPFormat:
-    """Return where a checkpoint stores the multi-token prediction block."""
+    """Return the size of the multi-token prediction block, and the names of its tensors in a checkpoint."""
     parts = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     sizes = {"num_hidden_layers": 1, "layer_types": [FULL]}
     names = {part: f"mtp.{part}" for part in parts}
@@ -104,7 +104,8 @@ def hybrid_map(
 
 
 def _linear_attention_entries(config: HybridConfig, theirs: str, four_projections: bool) -> dict[str, Expression | str]:
-    """Return the weight-map entries of linear attention, in which one tensor packs all projections by key head."""
+    """Return the weight-map entries of linear attention. In this package, one tensor packs all projections, by key
+    head."""
     heads, keys, values = _linear_sizes(config)
     scalars = config.linear_num_value_heads // heads  # number of update rates (and of decays) per key head
     projections: list[Expression | str]
