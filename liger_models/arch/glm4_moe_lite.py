@@ -7,8 +7,8 @@ the shared experts form one MLP, whose output is not gated. Experts are scored b
 ``e_score_correction_bias`` is added to the scores. The experts form ``n_group`` groups, and the score of a group is the
 sum of its two best scores. Experts are chosen only from the ``topk_group`` best groups. The routing weights are the
 scores without the bias, divided by their sum if ``norm_topk_prob`` is set, and multiplied by ``routed_scaling_factor``.
-The bias stays in fp32 and is not trained by gradients. The weights of the layer for multi-token prediction, which
-follows the last layer, are kept and saved with the model.
+The bias stays in fp32 and is not trained by gradients. The layer for multi-token prediction follows the last layer; its
+weights are kept and saved with the model.
 
 Source: https://arxiv.org/abs/2508.06471, transformers ``models/glm4_moe_lite``.
 """

@@ -49,7 +49,7 @@ class CapturedStep:
                 f"capture: batch must have labels, because a step needs a loss, got {', '.join(batch) or 'nothing'}."
             )
 
-        # The tensors that the graphs read, which each call overwrites.
+        # The tensors that the graphs read. Each call overwrites them.
         self._batch = {
             name: value.detach().to(model.device, copy=True) if isinstance(value, Tensor) else value
             for name, value in batch.items()

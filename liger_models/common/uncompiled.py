@@ -1,4 +1,4 @@
-"""Excludes functions from `torch.compile` without importing the compiler, which would take half a second."""
+"""Excludes functions from `torch.compile` without importing the compiler. The import would take half a second."""
 
 import functools
 import sys

@@ -436,8 +436,8 @@ def mark_padding(attention_mask: Tensor, device: torch.device) -> Tensor:
 def number_chunks(
     documents: Tensor | None, index: Tensor | None, size: int, B: int, S: int, device: torch.device
 ) -> Tensor:
-    """Divide documents into chunks of ``size`` tokens. Returns the number [B, S] int64 of each token's chunk, which is
-    −1 for padding.
+    """Divide documents into chunks of ``size`` tokens. Returns the number of each token's chunk, [B, S] int64, or −1
+    for padding.
 
     Args:
         documents: [B, S] as in `BatchLayout`, or None.

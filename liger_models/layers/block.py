@@ -22,7 +22,7 @@ class Block(nn.Module):
     """
 
     attention_class: ClassVar[Any] = LigerAttention
-    """The class of the attention, which has a method like `LigerAttention.from_config`."""
+    """The class of the attention. It must have a method like `LigerAttention.from_config`."""
 
     def norm_factory(self, config: Any, kernels: KernelOptions) -> Callable[[int], nn.Module]:
         """Return a function that creates a norm of a given width."""

@@ -62,7 +62,7 @@ class FrozenParameters(nn.Module):
         # dtype.
         self._quantized_dtype, self._quantized_layout = weight.dtype, self.layout
         self._statistics: Tensor | None = None
-        """[n, m], the result of `Format.quantize_part` for this rank, which is kept until `finish` has used it."""
+        """[n, m], the result of `Format.quantize_part` for this rank. It is kept until `finish` has used it."""
         self._views: dict[str, tuple[torch.dtype, bool]] = {}
         """Maps the name of each tensor to (its dtype, whether it has one dimension)."""
         for name, parameter in self._as_parameters(self.format.pack(weight)).items():

@@ -70,11 +70,11 @@ class _Sizes(NamedTuple):
 class LigerKimiDeltaAttention(LinearAttention):
     """Linear attention by the Kimi delta rule, with one packed input projection.
 
-    The decays of all heads are computed from one latent with D elements, and the output gates from another. The heads,
-    and the channels of both latents, are divided into U units. For each unit, ``in_proj`` has the rows of the unit's
-    queries, keys, values, channels of the two latents (decays, then gates), and update rates β (one row per head). The
-    rows of ``conv_weight`` are also grouped by unit, but cover only queries, keys and values. Each of R ranks has some
-    of the units, and the ranks exchange the latents.
+    The decays of all heads are computed from one latent with D elements, and the output gates of all heads from a
+    second latent with D elements. The heads, and the channels of both latents, are divided into U units. For each unit,
+    ``in_proj`` has the rows of the unit's queries, keys, values, channels of the two latents (decays, then gates), and
+    update rates β (one row per head). The rows of ``conv_weight`` are also grouped by unit, but cover only queries,
+    keys and values. Each of R ranks has some of the units, and the ranks exchange the latents.
 
     Args:
         hidden_size: C.

@@ -15,8 +15,8 @@ class PagePool(PagedCache):
 
     The host assigns pages to rows in its own table, which `resume` copies to the device. As with `PagedCache`, a step
     can be captured in a CUDA graph, because ``lengths``, ``remaining`` and the table stay at the same addresses. A step
-    may include finished rows. A finished row writes to page 0, which is never assigned to a row, and attends to one
-    token. The linear-attention states of a finished row become invalid.
+    may include finished rows. A finished row attends to one token, and writes to page 0, which is never assigned to a
+    row. The linear-attention states of a finished row become invalid.
 
     Call `fill` before a forward of prompts, `resume` before a series of steps, and `step` before each step.
 

@@ -76,7 +76,7 @@ def order_by_window(patches: Patches, merge: int, side: int) -> tuple[Tensor, Te
 
     Returns:
         ``(order, window)``, both [N / merge²] int64: the indices of the tokens sorted by window, and the window number
-        of each sorted token, which is ascending.
+        of each sorted token, in ascending order.
     """
     first = slice(None, None, merge * merge)
     row, column = patches.row[first] // merge // side, patches.column[first] // merge // side

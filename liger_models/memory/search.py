@@ -1,4 +1,4 @@
-"""The search behind `plan_memory`, which compares all ways to fit a training step into memory.
+"""The search behind `plan_memory`. It compares all ways to fit a training step into memory.
 
 Blocks that save the same bytes and take the same time to recompute are of one type, and the search only chooses how
 many blocks of each type get each policy. The peak depends on two sums over blocks (bytes kept on the device, and bytes

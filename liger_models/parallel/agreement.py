@@ -282,7 +282,7 @@ def _facts_of_batch(batch: Mapping[str, Any]) -> dict[str, str]:
             if value.numel() == 1:
                 facts[name] += f" {value.item()}"
             elif not value.dtype.is_floating_point:
-                # Each position has another factor, so that the checksum changes if tokens are permuted.
+                # Each position has a factor of its own, so that the checksum changes if tokens are permuted.
                 flat = value.detach().flatten().long()
                 factors = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B1
                 facts[name] += f" of checksum {int((flat * factors).sum())}"

@@ -18,8 +18,8 @@ _sums: Any = WeakTensorKeyDictionary()
 
 @torch.no_grad()
 def weight_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return a digest of tensors, which covers the name of each tensor and a sum over its elements. This sum reads the
-    bits of each element as an integer.
+    """Return a digest of tensors. The digest covers the name of each tensor and a sum over its elements, whose bits are
+    read as integers.
 
     If a tensor is sharded, all ranks must call this function.
 

@@ -23,14 +23,14 @@ def apply_cp(model: Model, mesh: DeviceMesh, *, averaged: bool = False) -> Model
     attention. During attention, each rank has all tokens for 1 / R of the heads, so packed documents, padding, windows
     and softcaps work as they do on one rank. Every rank runs the complete vision tower.
 
-    Weights are replicated. Call `apply_fsdp` afterwards with the same mesh, to shard the weights over all ranks and
-    to average the gradients. Alternatively, use DistributedDataParallel over all ranks, which also averages the
-    gradients. Without `apply_fsdp` and DistributedDataParallel, the first training forward raises an error.
+    Weights are replicated. Call `apply_fsdp` afterwards with the same mesh, to shard the weights over all ranks and to
+    average the gradients. Instead of `apply_fsdp`, you can use DistributedDataParallel over all ranks. It also averages
+    the gradients. Without `apply_fsdp` and DistributedDataParallel, the first training forward raises an error.
 
     Args:
-        model: on the meta device, or with the same weights on every rank.
-        mesh: the mesh of all ranks, which has a dimension "cp" with R ranks, or only this dimension. These R ranks
-            should be on one host. T must be a multiple of R, so the model cannot generate.
+        model: the model, either on the meta device or with the same weights on every rank.
+        mesh: the mesh of all ranks. It has a dimension "cp" with R ranks, or only this dimension. These R ranks should
+            be on one host. T must be a multiple of R, so the model cannot generate.
         averaged: whether your own code, or an engine such as DeepSpeed, averages the gradients over all ranks.
 
     Returns:

@@ -42,8 +42,8 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False,
     Args:
         model: the model, either on the meta device (`from_pretrained` with ``shard`` then reads only each rank's
             shards), or with the same weights on every rank.
-        mesh: the mesh of all ranks, which has a dimension "tp" with R ranks, or only this dimension. These R ranks
-            should be on one host.
+        mesh: the mesh of all ranks. It has a dimension "tp" with R ranks, or only this dimension. These R ranks should
+            be on one host.
         sequence_parallel: whether each rank has only 1 / R of the tokens between the layers. This saves memory, and
             norms are computed once instead of R times, at the cost of one more all-gather in each layer's backward. T
             must be a multiple of R, so the model cannot generate.
@@ -120,7 +120,7 @@ def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
 
     Args:
         model: a model with `LigerMoE` layers, either on the meta device or with the same weights on every rank.
-        mesh: the mesh of all ranks, which has a dimension "ep" with R ranks, or only this dimension.
+        mesh: the mesh of all ranks. It has a dimension "ep" with R ranks, or only this dimension.
 
     Returns:
         ``model``.

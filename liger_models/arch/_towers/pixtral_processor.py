@@ -105,8 +105,8 @@ class PixtralProcessor(ImageProcessor):
     def of(cls, model: CausalLM) -> "PixtralProcessor":
         """Build the processor of a model from the settings in its checkpoint.
 
-        The size of an image token is read from the model's config. The processor's files have a copy of this size,
-        which may be outdated and is not read.
+        The size of an image token is read from the model's config. The processor's files have a copy of this size. The
+        copy may be outdated, so it is not read.
 
         Raises:
             ValueError: the checkpoint has no tokenizer or no settings, the tokenizer lacks the placeholders, or the

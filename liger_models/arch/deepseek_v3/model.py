@@ -8,8 +8,8 @@ experts form ``n_group`` groups, and the score of a group is the sum of its two 
 from the ``topk_group`` best groups. The routing weights are the scores without the bias, divided by their sum if
 ``norm_topk_prob`` is set, and multiplied by ``routed_scaling_factor``. The bias stays in fp32 and is not trained by
 gradients. With YaRN, attention scores are multiplied by the square of a factor that is computed from
-``mscale_all_dim``. The weights of the layers for multi-token prediction, which follow the last layer, are kept and
-saved with the model. Checkpoints of Kimi K2 are saved with the model_type ``deepseek_v3``, which transformers can read.
+``mscale_all_dim``. The layers for multi-token prediction follow the last layer; their weights are kept and saved with
+the model. Checkpoints of Kimi K2 are saved with the model_type ``deepseek_v3``, which transformers can read.
 
 Source: https://arxiv.org/abs/2412.19437, transformers ``models/deepseek_v3``.
 """

@@ -58,8 +58,8 @@ def pan_and_scan(size: tuple[int, int], least: int, most: int, ratio: float) -> 
 
 
 class Gemma3Images(ImageConverter):
-    """Resizes images to one size. With ``do_pan_and_scan``, an elongated image is followed by crops of the image, which
-    are resized too.
+    """Resizes images to one size. With ``do_pan_and_scan``, an elongated image is followed by crops of this image. The
+    crops are resized, too.
 
     Args:
         settings: the content of preprocessor_config.json.

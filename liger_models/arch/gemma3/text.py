@@ -119,8 +119,8 @@ NORMS = ("self_attn.q_norm", "self_attn.k_norm", *SANDWICH_NORMS)
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the activation from ``hidden_activation``. Also read ``rope_parameters`` with an entry for each layer type,
-    which is the format of transformers 5."""
+    """Read the activation from ``hidden_activation``. Also read the ``rope_parameters`` that transformers 5 writes,
+    with an entry for each layer type."""
     flat = flat_rope(hf, Gemma3TextConfig.rope_theta)
     return flat | {"hidden_act": flat.pop("hidden_activation", None)}
 

@@ -292,8 +292,8 @@ BLOCK = {
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the activation from ``hidden_activation``, and the ``rope_parameters`` of each layer type, which
-    transformers 5 writes."""
+    """Read the activation from ``hidden_activation``. Also read the ``rope_parameters`` that transformers 5 writes,
+    with an entry for each layer type."""
     flat = flat_rope(hf, Gemma3nTextConfig.rope_theta)
     return flat | {"hidden_act": flat.pop("hidden_activation", None)}
 

@@ -44,7 +44,7 @@ class HunYuanMoEV1Config(HunYuanDenseV1Config):
         return self.moe_topk[0] if isinstance(self.moe_topk, list) else self.moe_topk
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether the MLP of a layer is a mixture of experts, which is the case in all layers."""
+        """True, because the MLP of every layer is a mixture of experts."""
         return True
 
 

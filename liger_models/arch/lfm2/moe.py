@@ -77,8 +77,7 @@ class LigerLfm2Moe(Lfm2Model):
 
 
 def moe_map(config: Lfm2MoeConfig, *, fused: bool) -> WeightMap:
-    """Return the weight map of LFM2. If ``fused`` is set, each layer has one tensor per projection, which holds all
-    experts."""
+    """Return the weight map of LFM2. If ``fused`` is set, one tensor per projection holds all experts of a layer."""
     dense, sparse = (f"model.layers.{{{index}}}.feed_forward" for index in ("dense", "sparse"))
     stacked = stacked_experts(f"{sparse}.experts", config.num_experts, fused=fused, names=("w1", "w3", "w2"))
     ours = "layers.{sparse}.feed_forward"

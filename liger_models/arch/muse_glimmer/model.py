@@ -48,8 +48,8 @@ from liger_models.layers.qk_norm_attention import LigerGatedAttention
 class MuseGlimmerConfig(RMSNormDecoderConfig):
     """Sizes and constants of a Muse Glimmer model; ``vision_config`` holds the sizes of the vision tower.
 
-    In config.json, ``hidden_act`` is called ``hidden_activation``. ``layer_rope_theta`` has an entry for each layer,
-    which is 0 if the layer does not rotate q and k. All other layers have the rotary base ``rope_theta``.
+    In config.json, ``hidden_act`` is called ``hidden_activation``. ``layer_rope_theta`` has an entry for each layer.
+    The entry is 0 if the layer does not rotate q and k. All other layers have the rotary base ``rope_theta``.
 
     Raises:
         ValueError: the sizes of the tower and the adapter do not fit together, or ``layer_rope_theta`` does not have a

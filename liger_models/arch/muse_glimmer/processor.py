@@ -211,7 +211,8 @@ class MuseGlimmerProcessor(Processor):
             texts: one text or several, with one placeholder per image or video, as written by the chat template.
             images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
             videos: the sampled frames of each video. All frames of a video have one size.
-            fps: sampled frames per second, which the timestamps need: one number for all videos, or one for each video.
+            fps: sampled frames per second, from which the timestamps are computed: one number for all videos, or one
+                for each video.
             **options: how texts become rows; see `TextOptions`.
 
         Returns:
@@ -243,8 +244,7 @@ class MuseGlimmerProcessor(Processor):
             )
         pictures = each_once(read_image, one_list("MuseGlimmerProcessor", self.image, texts, images))
         clips: list[list[Image]] = [each_once(read_image, video) for video in videos]
-        # Compute the pixels, which also checks the frames of videos. Then write the text that replaces each
-        # placeholder.
+        # Compute the pixels. This also checks the frames of videos. Then write the text that replaces each placeholder.
         out = self.pixels(pictures, clips)
         sizes = [MediaSize(*image.size) for image in pictures]
         sizes += [MediaSize(*clip[0].size, len(clip), rate) for clip, rate in zip(clips, rates, strict=True)]

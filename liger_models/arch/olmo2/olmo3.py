@@ -61,7 +61,7 @@ class LigerOlmo3(LigerOlmo2):
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the ``rope_parameters`` of each layer type, which transformers 5 writes.
+    """Read the ``rope_parameters`` that transformers 5 writes, with an entry for each layer type.
 
     Only ``rope_parameters`` contains the rotary base of the layers with a window.
     """
