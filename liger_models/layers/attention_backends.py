@@ -44,10 +44,10 @@ kernel for all segments."""
 
 MOST_SCORES = 2**28
 """Maximum number of bytes that the scores of unfused attention in fp32 may take. Unfused attention is used within
-segments and for query heads that share keys and values. It is PyTorch's most accurate implementation: query gradients
-from the fused kernel have five times the error. (On GPUs, only flash attention and cuDNN support shared keys and
-values, and both need half precision.) If the scores take more bytes, shared keys and values are repeated for each head,
-and a fused kernel runs.
+segments and for query heads that share keys and values. Unfused attention is PyTorch's most accurate implementation:
+query gradients from the fused kernel have five times its error. (On GPUs, only flash attention and cuDNN support shared
+keys and values, and both need half precision.) If the scores take more bytes, shared keys and values are repeated for
+each head, and a fused kernel runs.
 """
 
 MOST_QUERIES, MOST_RECOMPUTED = 2**31, 2**29

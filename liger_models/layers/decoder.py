@@ -591,10 +591,10 @@ class Decoder(nn.Module):
             position_ids, attention_mask, cu_seqlens: see `BatchLayout.build`.
             inputs_embeds: [B, T, C], embeddings that replace ``input_ids``.
             num_items_in_batch: number by which the summed loss is divided, by default the number of targets in this
-                batch. With gradient accumulation or several ranks, pass the number of targets in all accumulation
-                steps and on all ranks, as a number or a tensor of one element. It may be 0 only if this batch has no
-                targets. The auxiliary loss is multiplied by the fraction of these targets that is in this batch.
-                Over all batches of a step, these fractions add up to 1.
+                batch. With gradient accumulation or several ranks, pass the number of targets in all accumulation steps
+                and on all ranks, as a number or a tensor of one element. The number may be 0 only if this batch has no
+                targets. The auxiliary loss is multiplied by the fraction of these targets that is in this batch. Over
+                all batches of a step, these fractions add up to 1.
             return_logits: whether to return logits. By default, logits are returned only if there are no ``labels``.
                 True returns logits in addition to the loss. If the argument is False and there are no ``labels``,
                 the head is skipped, and its input is returned in ``hidden_states``.
@@ -602,8 +602,8 @@ class Decoder(nn.Module):
                 losses. The targets are ``labels`` shifted by `BatchLayout.shift`.
             loss_function: function that computes the loss from ``(hidden, weight, target)``: the normalized output of
                 the last block [B, T, C], the head's weight [V, C] and the shifted labels [B, T]. It may return any
-                object. The function is called inside the head's forward, where FSDP has gathered the weight. It must
-                itself apply the model's softcap and logit scale, and ``aux_loss`` is not added to its result.
+                object. The function is called inside the head's forward, where FSDP has gathered the weight. The
+                function must itself apply the model's softcap and logit scale. ``aux_loss`` is not added to its result.
             logits_to_keep: number of tokens at the end of each row whose logits are returned; 0 returns all logits. It
                 can't be combined with ``labels``.
             output_hidden_states: whether to return the hidden states before each block and after the last norm.
