@@ -155,7 +155,7 @@ def _by_unit(parts: Sequence[str], sizes: Sequence[int], units: int) -> Expressi
 
 
 def _linear_entries(config: KimiLinearConfig, theirs: str, *, fused: bool) -> dict[str, Expression | str]:
-    """Return the weight-map entries of linear attention, whose checkpoint names begin with ``theirs``."""
+    """Return the weight-map entries of linear attention; ``theirs`` is the prefix of its names in the checkpoint."""
     ours, gate = "layers.{linear}.self_attn", f"{theirs}.forget_gate" if fused else theirs
     units, sizes = LigerKimiDeltaAttention.units_of(config.linear_num_heads, config.linear_head_dim)
     inputs = [*(f"{theirs}.{part}_proj.weight" for part in "qkv"), f"{gate}.f_a_proj.weight"]

@@ -164,7 +164,8 @@ TURNED = (5, 6, 7, 8)
 
 
 def _may_turn_late(file: Any) -> bool:
-    """Return whether a PNG file has EXIF or XMP data after its pixels. Pillow finds such data only after decoding."""
+    """Return whether a PNG file has EXIF or XMP data after its pixels. Such data may rotate the image, and Pillow finds
+    it only after decoding."""
     follows = False
     file.seek(8)
     while len(header := file.read(8)) == 8:
@@ -424,7 +425,7 @@ class Normalize:
 
 
 def _numbers(key: str, value: Any, *, positive: bool = False) -> list[float]:
-    """Return one number, or three numbers for the three channels, as a list."""
+    """Return the value of a setting as a list of one number, or of three numbers for the three channels."""
     numbers = list(value) if isinstance(value, list | tuple) else [value]
     valid = len(numbers) in (1, 3) and all(
         isinstance(number, int | float) and math.isfinite(number) and (number > 0 or not positive) for number in numbers

@@ -148,7 +148,8 @@ def attention(
         if takes(call):
             return compute(call)
 
-    # Without a fused kernel, attention with sinks needs an explicit mask even if it is plainly causal.
+    # Without a fused kernel, attention with sinks needs an explicit mask even if each token attends to all earlier
+    # tokens.
     unfused = q.device.type in ACCELERATORS and not is_fused(q)
     call.mask = mask = layout.mask(window, q, explicit=sinks is not None and (unfused or dropout > 0))
     if dropout != 0.0 and (mask.block is not None or mask.segments is not None):
@@ -245,8 +246,9 @@ def _counted(call: AttentionCall) -> Tensor:
 def _pads_values(call: AttentionCall) -> bool:
     """Whether attention pads values to the width of the keys.
 
-    In half precision, values that are narrower than the keys are padded, except in calls that cuDNN computes; see
-    `_takes_narrow_values`. cuDNN computes only plainly causal attention of certain lengths.
+    Values that are narrower than the keys are always padded on the CPU and in attention with sinks. In other calls,
+    they are padded only in half precision, and only if cuDNN does not compute the call; see `_takes_narrow_values`.
+    cuDNN computes only calls without documents, whose length is a multiple of `CUDNN_STEP`.
     """
     q = call.q
     if q.shape[3] == call.v.shape[3]:
@@ -543,8 +545,8 @@ def _takes_narrow_values(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, 
 
 
 def _sdpa_by_heads(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Run `_sdpa` on q, k, v [B, T, heads, D]. If the queries are large, run `_sdpa` for a part of the heads at a
-    time."""
+    """Run `_sdpa` on q, k, v [B, T, heads, D]. If the queries have too many elements, run `_sdpa` for a part of the
+    heads at a time; see `MOST_QUERIES`."""
     most = MOST_QUERIES if repeats() is None else MOST_RECOMPUTED
     if torch.compiler.is_compiling() or q.numel() <= most:
         return _sdpa(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)

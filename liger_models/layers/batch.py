@@ -122,8 +122,8 @@ class BatchLayout:
                 ``needs_lengths`` that is True, its second argument is the length of each token's document, as for
                 `RotaryEmbedding`.
             windows: maps each window of the attention layers to a bool: whether a layer with this window needs a mask
-                even for plainly causal attention. The key None stands for no window. The default is {None: False}. If
-                ``windows`` is {}, no masks are built.
+                even if each token attends to itself and all earlier tokens. The key None stands for no window. The
+                default is {None: False}. If ``windows`` is {}, no masks are built.
             position_ids: [T], [1, T], [B, T] or [3, 1 or B, T]. By default, positions are counted from the start of
                 each document, or from the cached length if there are cached tokens. Padding is counted like any token,
                 as in the forward of transformers. If there are neither ``cu_seqlens`` nor cached tokens, the positions
@@ -247,7 +247,7 @@ class BatchLayout:
             index: [B, T] int64, the index of each token in its packed document; None if documents are not packed.
             segmented: whether variable-length attention supports the batch.
             count: a number larger than every document number.
-            needed: whether a mask is required even for plainly causal attention.
+            needed: whether a mask is required even if each token attends to itself and all earlier tokens.
             visible_until: as in `build`. A token attends to later tokens only within its chunk.
         """
         (B, T), device, documents = shape, self.position_ids.device, None
@@ -277,7 +277,7 @@ class BatchLayout:
         Args:
             window: the window, or None.
             q: the queries, [B, T, H, D].
-            explicit: whether the kernel needs a mask even for plainly causal attention.
+            explicit: whether the kernel needs a mask even if each token attends to itself and all earlier tokens.
         """
         mask = self.masks[window]
         empty = mask.block is None and mask.dense is None and mask.segments is None and not mask.counted

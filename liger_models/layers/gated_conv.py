@@ -21,7 +21,7 @@ class LigerGatedConv(LinearAttention):
     of a layer consists of the last inputs of the convolution.
 
     Args:
-        hidden_size: C.
+        hidden_size: width of the input, which is also the number of channels.
         conv_size: K, the number of tokens that the convolution covers.
         layer: index of the layer, and of its slot in the decode cache.
         bias: whether the projections and the convolution have biases.

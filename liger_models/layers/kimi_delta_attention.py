@@ -189,7 +189,8 @@ class LigerKimiDeltaAttention(LinearAttention):
         return normed, (conv_state, state)
 
     def _of_latent(self, linear: nn.Linear, latent: Tensor) -> Tensor:
-        """Gather a latent whose channels are divided among the ranks, and project it for this rank's heads."""
+        """Gather a latent whose channels are divided among the ranks, and project it to this rank's heads with
+        ``linear``."""
         context, ranks = self.groups.context, self.tensor_ranks
         if context is not None:  # each rank uses all channels for its heads
             latent = gather_channels(latent, context)

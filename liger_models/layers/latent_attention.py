@@ -184,14 +184,14 @@ class LigerLatentAttention(BaseAttention):
         return self._attend(self._latents(latents), layout), residual
 
     def _project(self, x: Tensor) -> Latents:
-        """Compute the projections from x [B, T, C]."""
+        """Compute the first projections of x [B, T, C]; see `Latents`."""
         if self.q_rank is not None:
             return self._latents(call_linear(self.qkv_a_proj, x))
         c, shared = call_linear(self.kv_a_proj, x).split([self.kv_rank, self.rope_dim], -1)
         return Latents(call_linear(self.q_proj, x), c, shared)
 
     def _latents(self, latents: Tensor) -> Latents:
-        """Split the output of ``qkv_a_proj``, [B, T, Q + L + R]."""
+        """Split the output of ``qkv_a_proj``, [B, T, Q + L + R], into the fields of `Latents`."""
         assert self.q_rank is not None
         return Latents(*latents.split([self.q_rank, self.kv_rank, self.rope_dim], -1))
 
@@ -236,7 +236,8 @@ class LigerLatentAttention(BaseAttention):
         return values.flatten(2)
 
     def _scaled(self, q: Tensor, layout: BatchLayout) -> Tensor:
-        """Multiply the queries [B, T, H · (N + R)] of all new tokens by scales that depend on the tokens' positions."""
+        """Return the queries [B, T, H · (N + R)] of all new tokens. A derived class may first scale each query by a
+        factor that depends on the token's position."""
         return q
 
     def _heads(self, q: Tensor, kv: Tensor, shared: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
@@ -385,7 +386,7 @@ class LigerLatentAttention(BaseAttention):
         return self.num_heads % size == 0
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Keep 1 / R of the heads on each of R ranks, and replicate the projections to latents.
+        """Keep an equal part of the heads on each rank, and replicate the projections to latents.
 
         Raises:
             ValueError: the number of heads is not a multiple of the number of ranks.

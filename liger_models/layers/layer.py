@@ -22,11 +22,11 @@ class AttentionSpec(NamedTuple):
             values.
         rotary: name of the rotary embedding that rotates queries and keys; None for no rotation.
         window: number of tokens that a token attends to, including itself; None for all.
-        needs_mask: whether the kernel needs a mask even for plainly causal attention, as attention with a softcap
-            does.
+        needs_mask: whether the kernel needs a mask even if each token attends to itself and all earlier tokens, as
+            attention with a softcap does.
         pair_flops: number of floating-point operations in the forward for each pair of a query and a visible key.
-        needs_flash: whether, on accelerators, plainly causal attention needs a mask for dtypes other than half
-            precision, as attention with sinks does.
+        needs_flash: like ``needs_mask``, but only on accelerators and only for dtypes other than half precision, as
+            attention with sinks does.
         takes_pages: whether, in a decoding step, keys and values may be pages of a `PagedCache`.
         caches_latents: whether the decode cache has one row per token, and keys and values are computed from these
             rows.

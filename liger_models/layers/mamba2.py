@@ -136,7 +136,7 @@ class LigerMamba2(LinearAttention):
     ranks exchange the group's B and C.
 
     Args:
-        hidden_size: C.
+        hidden_size: width of the input.
         num_heads: H.
         head_dim: P.
         num_groups: G; H is a multiple of G.

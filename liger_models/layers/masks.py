@@ -194,7 +194,7 @@ def text_mask(
         window: number of tokens that a token attends to, including itself; None for all.
         B, T: shape of the batch.
         device: device of the mask.
-        needed: whether a mask is required even for plainly causal attention.
+        needed: whether a mask is required even if each token attends to itself and all earlier tokens.
         visible_until: [B, T] int64; see `BatchLayout.build`.
         segments: the packed documents as segments if variable-length attention supports the batch; otherwise None.
         prefix: [B, T] bool, whether a token is exempt from the window; see `BatchLayout.build`.
@@ -233,7 +233,7 @@ def document_mask(documents: Tensor) -> Mask:
 
 
 def _document_block_mask(documents: Tensor) -> "BlockMask":
-    """Build the block mask of `document_mask`."""
+    """Build the result of `document_mask` as a block mask, the form that flex_attention takes."""
 
     def visible(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return documents[b, q] == documents[b, k]
@@ -261,11 +261,11 @@ def _block_mask(
     visible_until: Tensor | None = None,
     prefix: Tensor | None = None,
 ) -> "BlockMask":
-    """Build the block mask of `text_mask`.
+    """Build the result of `text_mask` as a block mask, the form that flex_attention takes.
 
-    The mask is computed only from the first and last token and the first and last document of each block, not from all
-    pairs of tokens. The window and the cached length are tensors, so that flex_attention is compiled only once for all
-    their values.
+    The list of blocks is computed only from the first and last token and the first and last document of each block, not
+    from all pairs of tokens. The window and the cached length are tensors, so that flex_attention is compiled only once
+    for all their values.
     """
     S = past + T
     # These are tensors, because a Python number would become a constant of the compiled kernel.
@@ -330,7 +330,7 @@ def parts_mask(
 
 
 def _parts_block_mask(visible: Tensor, part: Tensor) -> "BlockMask":
-    """Build the block mask of `parts_mask`."""
+    """Build the result of `parts_mask` as a block mask, the form that flex_attention takes."""
     T, S = visible.shape[1], len(part)
 
     def seen(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -364,17 +364,18 @@ def _from_blocks(
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """For each query, count the True keys in ``blocks`` [B, queries, keys], and sort the keys so that True keys come
-    first.
+    """For each block of queries, count the True entries in ``blocks`` [B, queries, keys], and list the blocks of keys
+    with the True ones first.
 
-    Both results have an additional dimension, for heads, after the first dimension.
+    Both results have an additional dimension, for heads, after the first dimension, as in a `BlockMask`.
     """
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1).int()[:, None], order.int()[:, None]
 
 
 def _block_bounds(start: int, end: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the first token of each block between ``start`` and ``end``, and the token after each block."""
+    """For each block of the tokens from ``start`` to ``end``, return the index of the first token, and the index after
+    the last token."""
     first = torch.arange(start, end, BLOCK, device=device)
     return first, (first + BLOCK).clamp(max=end)
 

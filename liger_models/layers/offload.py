@@ -232,7 +232,7 @@ class Offload:
 
 
 def _send(data: Tensor, before: Kept | None) -> Kept:
-    """Start copying ``data`` to the host."""
+    """Start copying ``data`` to the host; for ``before``, see `Kept`."""
     if data.device.type not in ACCELERATORS:
         return Kept(data.device, data.clone().split(PIECE), None, before)
     stream = _streams(data.device)[0]

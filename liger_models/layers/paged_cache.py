@@ -54,7 +54,8 @@ class PagedCache(DecodeCache):
         both [rows].
         """
         self.slots = self.lengths
-        """The slot of each token of the forward, [B · T] int64; negative for padding."""
+        """The slot of each token of the forward, [B · T] int64; negative for padding. Slot s is entry s % P of page s
+        // P."""
         self._fixed: dict[Hashable, Tensor] = {}
 
     @property
@@ -227,6 +228,6 @@ class PagedCache(DecodeCache):
         raise ValueError("PagedCache: rows can't be selected. Use a DecodeCache.")
 
     def _slots_of(self, table: Tensor, position: Tensor) -> Tensor:
-        """Return the slots, [B, T] int64, of the tokens at positions [B, T] in their rows."""
+        """Return the slots, [B, T] int64, of the tokens at positions [B, T] in their rows; see ``slots``."""
         position = position.clamp_min(0)
         return table.gather(1, position // self.page).long() * self.page + position % self.page

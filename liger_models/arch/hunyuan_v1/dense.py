@@ -78,7 +78,8 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _retyped(keys: Mapping[str, Any], old: str, new: Mapping[str, str]) -> dict[str, Any]:
-    """Replace the type of the rope scaling if ``alpha`` is given and is neither 0 nor null."""
+    """Replace the type ``old`` of the rope scaling by ``new`` if the rope scaling has an ``alpha`` that is neither 0
+    nor null."""
     changed = dict(keys)
     for name in ("rope_scaling", "rope_parameters"):
         rope = keys.get(name)

@@ -215,7 +215,8 @@ class LigerMllama(VisionLanguageModel):
         cu_seqlens: Tensor | None,
         cache: DecodeCache | None,
     ) -> ImageStates:
-        """Run the tower on the images, and determine which token attends to which tile."""
+        """Run the tower on the images, and return the image tokens and the mask of the tiles that each text token
+        attends to."""
         vision = self.config.vision_config
         ratios = ratios.to(pixels.device)
         real, number = ratios > 0, torch.arange(vision.max_num_tiles, device=pixels.device)
