@@ -104,7 +104,7 @@ class Argument(NamedTuple):
 
 
 class Arguments:
-    """Represents the fields of a NamedTuple as the flat arguments of an op.
+    """Converts a NamedTuple to the flat arguments of an op, and back.
 
     Attributes:
         schema: the arguments in the form of a schema, where arguments without a default value come first.

@@ -266,7 +266,8 @@ def record_step(
 
 
 class _Implementations(TorchDispatchMode):
-    """A context manager in which this package's ops run their implementations on fake tensors and launch kernels."""
+    """While this context manager is active, this package's ops run their real implementations on fake tensors, so that
+    they launch their kernels."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -210,8 +210,8 @@ class LateWindowDecoderConfig(RMSNormDecoderConfig):
 
 
 class GroupedExperts:
-    """Methods for configs whose first layers are dense and whose later layers choose experts from the best expert
-    groups."""
+    """Methods for the config of a model whose first layers are dense, and whose later layers choose experts only from
+    the best groups of experts."""
 
     @property
     def routing(self: Any) -> Routing:

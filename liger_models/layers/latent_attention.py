@@ -408,8 +408,8 @@ class LigerLatentAttention(BaseAttention):
         self.num_heads //= group.size
 
     def shard_tokens(self, group: Group) -> None:
-        """Prepare the layer for R ranks that each have T / R tokens. Inside attention, each rank has all T tokens and 1
-        / R of the heads.
+        """Prepare the layer for ranks that each have an equal part of the tokens. Inside attention, each rank has all
+        tokens for an equal part of the heads.
 
         Raises:
             ValueError: the number of heads is not a multiple of the number of ranks.

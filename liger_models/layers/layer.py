@@ -55,7 +55,8 @@ class AttentionSpec(NamedTuple):
 
 
 class Layer(nn.Module):
-    """A module that defines its recomputation, its sharding and the initialization of its weights.
+    """A module whose methods define how the module is recomputed, how it is sharded, and how its weights are
+    initialized.
 
     The defaults suit a layer that has no parameters and recomputes nothing. Modules that are not a `Layer` are treated
     as if they had these defaults, or are rejected where these defaults would silently produce wrong results. For

@@ -68,7 +68,7 @@ class GroupedGatedNorm(Layer):
 
 
 class StateDecay(Layer):
-    """The recurrence parameters of H heads, which are trained in fp32 even if other weights are in half precision.
+    """The recurrence parameters of H heads. They are trained in fp32 even if other weights are in half precision.
 
     Args:
         num_heads: H.
@@ -103,7 +103,7 @@ class StateDecay(Layer):
         self.groups = replace(self.groups, context=group)
 
     def forward(self, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the step sizes and the logarithms of the decays, both [..., H] fp32, and the skip factors D [H].
+        """Return the step sizes and the logarithms of the decays, both [..., H] fp32, and the skip factors [H].
 
         H is the number of this rank's heads.
         """

@@ -152,8 +152,8 @@ class LigerQKNormAttention(LigerAttention):
 class LigerGatedAttention(LigerQKNormAttention):
     """`LigerQKNormAttention` whose output is multiplied by the sigmoid of a gate from the packed projection.
 
-    The rows of ``qkv_proj`` are grouped by KV head. Each group has, in this order, the rows of the KV head's H / G
-    query heads, the rows of these heads' gates, the rows of the key, and the rows of the value.
+    The rows of ``qkv_proj`` are grouped by KV head. Each group has, in this order, the rows of the query heads that
+    share the KV head, the rows of these heads' gates, the rows of the key, and the rows of the value.
 
     Args: as in `LigerQKNormAttention`.
     """

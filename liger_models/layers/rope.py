@@ -189,7 +189,7 @@ def switch_columns(rotary: Iterable[Layer], positions: Tensor) -> list[int]:
 
 
 class RotaryEmbedding(Layer):
-    """Computes cos and sin of every token's position in fp32.
+    """Computes cos and sin of the rotation angles at every token's position, in fp32.
 
     The frequencies are computed in fp32 from the config. These frequencies are neither parameters nor buffers, so
     casts, initialization on the meta device and checkpoints do not change them. If the module moves to another device,
@@ -341,8 +341,8 @@ class ProportionalRotaryEmbedding(RotaryEmbedding):
 
 
 class MultimodalRotaryEmbedding(RotaryEmbedding):
-    """Computes cos and sin of positions in time, height and width (M-RoPE). Each frequency applies to one of these
-    three coordinates.
+    """Computes cos and sin of the rotation angles at positions in time, height and width (M-RoPE). Each frequency
+    applies to one of these three coordinates.
 
     Args:
         width, theta, scaling, max_position_embeddings: as in `RotaryEmbedding`.
@@ -400,8 +400,8 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
 
 
 class AxialRotaryEmbedding(RotaryEmbedding):
-    """Computes cos and sin of a patch's row and column. The first half of cos and sin depends on the row, and the
-    second half on the column.
+    """Computes cos and sin of the rotation angles for a patch's row and column. The first half of cos and sin depends
+    on the row, and the second half on the column.
 
     Args:
         width: head dimension, a multiple of 4.

@@ -110,8 +110,8 @@ def plan_memory(
     that they overlap with. By default, the speeds of an H200 are assumed.
 
     The estimated peak does not include the activations of vision towers. To make room for these activations, the plan
-    leaves a larger margin. The plan also ignores reference models, teachers, the time of collectives, and the C
-    elements per token that compiled blocks save under the policy "full".
+    leaves a larger margin. The plan also ignores reference models, teachers, the time of collectives, and the inputs of
+    the MLPs, which compiled blocks save under the policy "full".
 
     Args:
         model: the model, on any device. The model is not changed. ``memory`` is required if the model is sharded, has

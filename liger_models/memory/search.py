@@ -29,7 +29,7 @@ these, column ``COUNTS + 3 · type + policy`` is the number of blocks with the g
 
 
 class Candidate(NamedTuple):
-    """One way to run a training step.
+    """One possible plan of a training step, described by sums over its blocks instead of a policy for each block.
 
     Attributes:
         stay: [columns], the sums over the blocks that are not offloaded. The columns are described at `KEPT`.

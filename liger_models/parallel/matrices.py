@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Matrices of one parameter that have the same shape and that one rank processes together.
+    """Several matrices of one parameter, all of the same shape, that one rank processes together.
 
     Attributes:
         parameter: index of the parameter.
@@ -66,7 +66,7 @@ class Unit(NamedTuple):
 
 
 class Exchange:
-    """The units of all parameters that are sharded over the same ranks. One bucket of units is processed at a time.
+    """Processes the units of all parameters that are sharded over the same ranks, one bucket of units at a time.
 
     All ranks of the group must create the exchange together.
 

@@ -45,8 +45,8 @@ def apply_tp(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool = False,
         mesh: the mesh of all ranks. It has a dimension "tp" with R ranks, or only this dimension. These R ranks should
             be on one host.
         sequence_parallel: whether each rank has only 1 / R of the tokens between the layers. This saves memory, and
-            norms are computed once instead of R times, at the cost of one more all-gather in each layer's backward. T
-            must be a multiple of R, so the model cannot generate.
+            norms are computed once instead of R times, at the cost of one more all-gather in each layer's backward. The
+            number of tokens per row must be a multiple of R, so the model cannot generate.
         averaged: whether your own code averages the gradients over the other dimensions of the mesh.
 
     Returns:

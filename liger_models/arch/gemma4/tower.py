@@ -279,8 +279,8 @@ class Gemma4Tower(nn.Module):
         return projected.flatten(0, 1)[padding.flatten().int().argsort(stable=True)]
 
     def _pooled(self, seen: Tensor, coordinates: Tensor, valid: Tensor) -> Tensor:
-        """For each square of patches, return sqrt(C) times the mean of the patches. The result is fp32, because fp16
-        might overflow."""
+        """For each square of patches, return the mean of the patches, multiplied by sqrt(C), where C is the width of
+        the tower. The result is fp32, because fp16 might overflow."""
         (column, row), tokens = coordinates.unbind(-1), coordinates.shape[1] // self.pool**2
         # Number of squares in a row of the image, [n, 1]; padding has column 0.
         across = column.amax(1, keepdim=True) // self.pool + 1
