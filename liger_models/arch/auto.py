@@ -151,7 +151,7 @@ class AutoLigerModel:
 
 
 class AutoLigerProcessor:
-    """Loads only the processor of a vision-language model, which turns texts and images into model inputs."""
+    """Loads only the processor of a vision-language model. The processor turns texts and images into model inputs."""
 
     def __init__(self) -> None:
         raise TypeError("AutoLigerProcessor: has no instances. Use from_pretrained.")

@@ -185,7 +185,7 @@ class LatentExperts(LigerMoE):
 class NemotronHMoE(Layer):
     """``fc2(experts(fc1(x))) + shared_experts(x)``, where the router reads ``x``; ``fc1`` and ``fc2`` may be missing.
 
-    The routed experts are a separate layer, because expert parallelism distributes only them.
+    The routed experts are a separate layer, because expert parallelism distributes only the routed experts.
 
     Args:
         config: sizes and constants.

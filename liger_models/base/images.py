@@ -1,4 +1,5 @@
-"""Functions that read, resize and normalize images. The results are bitwise equal to transformers' with Pillow."""
+"""Functions that read, resize and normalize images. The results are bitwise equal to those of transformers' image
+processors that use Pillow."""
 
 import base64
 import contextlib

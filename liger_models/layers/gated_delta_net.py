@@ -25,9 +25,10 @@ class _Sizes(NamedTuple):
 class LigerGatedDeltaNet(LinearAttention):
     """Linear attention by the gated delta rule, with one packed input projection.
 
-    The rows of ``in_proj`` are grouped by key head. Each group has rows for the query, the key, the values of the Hv /
-    Hk value heads, the gates of these value heads, their update rates β (one row per head) and their decays (one row
-    per head). The rows of ``conv_weight`` are also grouped by key head, but cover only queries, keys and values.
+    The rows of ``in_proj`` are grouped by key head. Each group has rows for the query, the key, the values, the gates,
+    the update rates β and the decays, in this order. The values, gates, update rates and decays belong to the group's
+    Hv / Hk value heads. Each value head has one update rate and one decay. The rows of ``conv_weight`` are also grouped
+    by key head, but cover only queries, keys and values.
 
     Args:
         hidden_size: C.

@@ -1,5 +1,5 @@
-"""The base class of layers. Code that handles all kinds of layers calls the methods of this class instead of checking
-the class of a layer.
+"""The base class of layers. Code that handles all kinds of layers calls the methods of this class, and does not check
+which class a layer has.
 """
 
 from collections.abc import Iterator

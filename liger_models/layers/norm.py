@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, and their fusion with the projection that follows."""
+"""RMSNorm and LayerNorm, and functions that fuse a norm with the linear layer that follows it."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Recomputation of blocks and layers, which save only their input. The backward recomputes everything else."""
+"""Recomputation: blocks and layers save only their input, and the backward recomputes everything else."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -33,7 +33,8 @@ class GemmaLayout(BatchLayout):
 
 
 class GemmaAttention(LigerAttention):
-    """`LigerAttention` with norms of q, k and v. The last layers use the keys and values of an earlier layer.
+    """`LigerAttention` with norms of q, k and v. In the last layers of a model, it uses the keys and values of an
+    earlier layer.
 
     In these last layers, the forward returns ``(y, residual)``, like the forward of `LigerAttention`. In all other
     layers, the forward returns ``(y, residual, k, v)``, and the block passes k and v on to later layers.

@@ -142,7 +142,7 @@ class HybridBlock(nn.Module):
 
 
 class HybridModel(CausalLM):
-    """A decoder of hybrid blocks."""
+    """A decoder whose blocks are `HybridBlock`s."""
 
     block_class = HybridBlock
 
