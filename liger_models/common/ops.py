@@ -91,8 +91,8 @@ class Argument(NamedTuple):
         schema: the arguments that represent the value, with ``{0}`` for the name of the field. Only the first argument
             may lack a default value. A value that needs no conversion is passed as this first argument, and all other
             arguments then have their default values. If all arguments have default values, these stand for None. The op
-            recognizes an unconverted value by the first argument with a default: it has its default value. For a
-            converted value, this argument must therefore have another value.
+            takes a value for unconverted if the first argument with a default has its default value. For a converted
+            value, this argument must therefore have another value.
         to_op: function that maps the value, which is not None, to all of its arguments. It returns None if the value
             itself is the first argument.
         from_op: function that maps all arguments of the value back to the value.

@@ -49,7 +49,7 @@ class BaseAttention(Layer):
         softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
         dropout: probability of dropping an attention weight in training.
         rotary: name of the rotary embedding; None for no rotation.
-        interleaved: whether to rotate pairs (2i, 2i + 1) instead of (i, i + R/2), where R dimensions are rotated.
+        interleaved: whether to rotate pairs (2i, 2i + 1) instead of (i, i + R/2) for R rotated dimensions.
         rope_kernel: False rotates in plain PyTorch, without a kernel.
     """
 
@@ -196,7 +196,7 @@ class LigerAttention(BaseAttention):
         softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
         dropout: probability of dropping an attention weight in training.
         rotary: name of the rotary embedding; None for no rotation.
-        interleaved: whether to rotate pairs (2i, 2i + 1) instead of (i, i + R/2), where R dimensions are rotated.
+        interleaved: whether to rotate pairs (2i, 2i + 1) instead of (i, i + R/2) for R rotated dimensions.
         rope_kernel: False rotates in plain PyTorch, without a kernel.
 
     Raises:

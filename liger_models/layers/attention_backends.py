@@ -54,8 +54,8 @@ MOST_QUERIES, MOST_RECOMPUTED = 2**31, 2**29
 """Limits for the number of elements of the queries. Above the limit, attention is computed for a part of the heads at a
 time. `MOST_RECOMPUTED` applies in a block that is recomputed, and `MOST_QUERIES` applies everywhere else. The backward
 of a fused kernel allocates up to four times as many bytes as the queries take up: for sums of dq in fp32 and, if query
-heads share keys, for dk and dv of every query head. `MOST_QUERIES` is higher, because computing the heads in parts
-makes a block that is not recomputed save their results twice.
+heads share keys, for dk and dv of every query head. `MOST_QUERIES` is higher, because a block that is not recomputed
+would save the results of the heads twice if the heads were computed in parts.
 """
 
 

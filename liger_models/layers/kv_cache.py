@@ -82,7 +82,7 @@ class DecodeCache:
 
     def pages_of(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Return the pages of a layer's keys, [pages, P, G, D], and the slots of the new tokens, [B] int64. Slot s is
-        entry s % P of page s // P.
+        entry ``s % P`` of page ``s // P``.
 
         A layer that gets this result may write the keys of a step itself instead of calling `extend`. If the result is
         None, the layer must call `extend`.

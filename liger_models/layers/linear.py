@@ -2,7 +2,7 @@
 
 A layer that can be sharded implements `Layer.shard`, which turns the layer into one rank's shard and returns the
 dimension along which each parameter is sharded. `liger_models.parallel.apply_tp` then shards these parameters and
-replicates all others. All parameters become DTensors. Code that reads a parameter itself must call `local`. If each
+replicates all others. All parameters become DTensors. Code that reads a parameter directly must call `local`. If each
 rank computes the gradient of a replicated parameter from only its own tokens, the code must call `replicated` instead.
 
 Source: https://arxiv.org/abs/1909.08053.

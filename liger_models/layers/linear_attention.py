@@ -188,8 +188,8 @@ class LinearAttention(Layer):
     def add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
     ) -> tuple[Tensor, Tensor]:
-        """Add ``x`` to ``residual``, and apply the layer to the normalized sum. Return the output and the sum, both [B,
-        T, C].
+        """Add ``x`` to ``residual``, and apply the layer to the normalized sum. Return the output and the sum, both
+        [B, T, C].
 
         The backward recomputes the normalized activations. If ``recompute`` is True, the backward recomputes the whole
         layer except the output projection.

@@ -364,8 +364,8 @@ def _from_blocks(
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """For each block of queries, count the True entries in ``blocks`` [B, queries, keys], and list the blocks of keys
-    with the True ones first.
+    """For each block of queries, count the True entries in ``blocks`` [B, queries, keys], and sort the indices of the
+    blocks of keys so that those of True entries come first.
 
     Both results have an additional dimension, for heads, after the first dimension, as in a `BlockMask`.
     """

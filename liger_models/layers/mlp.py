@@ -130,8 +130,8 @@ class GatedMLP(Layer):
         return self.kernel and plain and fusible and use_triton(x)
 
     def add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add ``x`` to ``residual``, and apply the MLP to the normalized sum. Return the output and
-        the sum, both [..., C].
+        """Add ``x`` to ``residual``, and apply the MLP to the normalized sum. Return the output and the
+        sum, both [..., C].
 
         Without a norm, the MLP is applied to the sum. The backward recomputes the normalized activations and the gated
         product. If ``recompute`` is True, the backward also recomputes the gate and up projection.
@@ -327,8 +327,8 @@ class LigerMLP(Layer):
         return partial.sum(y) if partial else y
 
     def add_norm(self, norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add ``x`` to ``residual``, and apply the MLP to the normalized sum. Return the output and
-        the sum, both [..., C].
+        """Add ``x`` to ``residual``, and apply the MLP to the normalized sum. Return the output and the
+        sum, both [..., C].
 
         The backward recomputes the normalized activations. If ``recompute`` is True, the backward recomputes the whole
         MLP, but not the sum of ``x`` and ``residual``.

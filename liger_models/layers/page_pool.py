@@ -152,8 +152,8 @@ class PagePool(PagedCache):
         self.pages, self.length, self.width = Pages(self._table, self.lengths), 1, 1
 
     def speculate(self, n: int, offset: int = 0) -> Tensor:
-        """Prepare a forward of n tokens per row. After the forward, a call of `accept` says how many of a row's n
-        tokens are kept, counted from the first.
+        """Prepare a forward of n tokens per row. After the forward, `accept` keeps as many of each row's n tokens as
+        the caller accepts, counted from the first.
 
         In this forward, each token is a separate row of the batch. The batch thus has ``rows · n`` rows, in which the n
         tokens of each row of the pool are consecutive. Neither ``lengths`` nor the linear-attention states change.

@@ -54,8 +54,8 @@ class PagedCache(DecodeCache):
         both [rows].
         """
         self.slots = self.lengths
-        """The slot of each token of the forward, [B · T] int64; negative for padding. Slot s is entry s % P of page s
-        // P."""
+        """The slot of each token of the forward, [B · T] int64; negative for padding. Slot s is entry ``s % P`` of page
+        ``s // P``."""
         self._fixed: dict[Hashable, Tensor] = {}
 
     @property

@@ -64,7 +64,8 @@ class _Buffer(Tensor):
 
 
 def _concatenate(tensors: list[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> None:
-    """Fill each row of ``out``, which belongs to one rank, with this rank's chunks of all tensors, one after the other.
+    """Fill ``out``, which has one row for each rank. A rank's row gets the rank's chunks of all tensors, one after the
+    other.
 
     PyTorch's own kernel reads a table with an entry for every few KB of a chunk, and the host needs milliseconds to
     build this table. On two ranks, PyTorch's kernel takes twice as long as this function for a large layer, and four
