@@ -126,7 +126,7 @@ class Fp32Router(WideRouter):
 
 
 class LigerMoE(Layer):
-    """``Σ_e w_e · down_e(act(gate_e(x)) · up_e(x))`` over the ``top_k`` experts ``e`` that the router selects per
+    """``Σ_e w_e · down_e(act(gate_e(x)) · up_e(x))`` over the ``top_k`` experts ``e`` that the router selects for a
     token.
 
     Args:

@@ -70,9 +70,9 @@ def apply_fsdp(
     quantized form.
 
     Routed experts are sharded so that each rank has some whole experts. If there are too few experts for all ranks,
-    each rank has a part of every expert instead: some of its rows or, if the number of rows is not divisible by the
-    number of ranks, some of its columns. If neither the number of rows nor the number of columns is divisible, or if
-    ``reshard_after_forward`` is a number, some ranks have no experts and send padding.
+    each rank has a part of every expert instead. The part consists of rows if the number of rows is divisible by the
+    number of ranks, and otherwise of columns. If neither the number of rows nor the number of columns is divisible, or
+    if ``reshard_after_forward`` is a number, some ranks have no experts and send padding.
 
     Create the optimizer after this call, because the optimizer must hold the sharded parameters.
 
@@ -98,9 +98,10 @@ def apply_fsdp(
         float8_gather: whether weights with a single float8 scale (`convert_to_float8`, recipe "tensorwise") are rounded
             before they are gathered. This does not change the results. If ``reshard_after_forward`` is a number, or
             with ``cpu_offload``, these weights are gathered in ``param_dtype``.
-        averaged: matters if ``mesh`` is a part of a larger mesh. Pass True if ranks along the other dimensions hold
-            other parameters (pipeline stages), or if your own code averages the gradients over these dimensions.
-            Otherwise, the first training forward raises an error, because replicas of the weights would diverge.
+        averaged: has an effect only if ``mesh`` is a part of a larger mesh. Pass True if ranks along the other
+            dimensions hold other parameters (pipeline stages), or if your own code averages the gradients over these
+            dimensions. Otherwise, the first training forward raises an error, because replicas of the weights would
+            diverge.
 
     Returns:
         ``model``.

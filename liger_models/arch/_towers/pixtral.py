@@ -81,8 +81,8 @@ def locate_patches(sizes: Tensor, rows: int, columns: int, merge: int) -> tuple[
         merge: side of a square block of patches, which becomes one image token.
 
     Returns:
-        ``(item, position, real)``: for each patch, the index of its image [N] int64, its row and column [2, N] int64,
-        and whether it is part of the image instead of padding [N] bool, where N is n · rows · columns.
+        ``(item, position, real)`` for each of the N = n · rows · columns patches: the index of its image, [N] int64;
+        its row and column, [2, N] int64; and whether it is part of the image instead of padding, [N] bool.
     """
     device = sizes.device
     item, row, column = torch.meshgrid(

@@ -188,7 +188,7 @@ class Lfm2VlProcessor(ImageProcessor):
         images: converter of images to patches; set its attribute ``max_tiles`` for fewer tokens.
         image: the placeholder, which is repeated for the tokens of a tile.
         begin, thumbnail, end: the tokens before an image, before the small copy of a cut image, and after an image.
-        marks: whether the text has these tokens, and a token before each tile.
+        marks: whether the text has the tokens ``begin``, ``thumbnail`` and ``end``, and a token before each tile.
     """
 
     adds_special_tokens = False
