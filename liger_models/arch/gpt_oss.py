@@ -153,7 +153,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`."""
+    """Undo `from_json`: convert the fields of the config to the keys of config.json."""
     return {**fields, "rope_scaling": fields["rope_scaling"] or {"rope_type": "default"}}
 
 

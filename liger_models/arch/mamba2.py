@@ -145,7 +145,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Invert `from_json`."""
+    """Undo `from_json`: convert the fields of the config to the keys of config.json."""
     return {**keys, "time_step_limit": [*limits_of(keys.get("time_step_limit"))]}
 
 

@@ -134,7 +134,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`: move the language model's keys back into ``text_config``."""
+    """Undo `from_json`: move the language model's keys back into ``text_config``."""
     return write_llava(keys, TOP, "mistral", "pixtral")
 
 

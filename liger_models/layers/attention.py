@@ -182,8 +182,8 @@ class BaseAttention(Layer):
 class LigerAttention(BaseAttention):
     """Causal grouped-query attention with rotary embedding and one packed projection for q, k and v.
 
-    The rows of ``qkv_proj`` are grouped by KV head. Each group has the rows of the KV head's H / G query heads, then
-    the rows of the key, then the rows of the value.
+    The rows of ``qkv_proj`` are grouped by KV head. Each group has the rows of the H / G query heads that share the KV
+    head, then the rows of the key, then the rows of the value.
 
     Args:
         hidden_size: C.

@@ -195,9 +195,8 @@ def _measure_blocks(
     """Measure one block of each type under each policy, if there is enough memory.
 
     Returns:
-        First, for each type and policy, a pair: the seconds of the forward, and the seconds of forward and backward
-        together. Second, the number of tokens in a batch of the planned step, divided by the number of tokens in
-        ``batch``.
+        First, for each type and policy, the seconds of the forward, and the seconds of forward and backward together.
+        Second, the number of tokens in a batch of the planned step, divided by the number of tokens in ``batch``.
     """
     device = model.device
     accelerated = device.type in ACCELERATORS

@@ -1,8 +1,8 @@
 """Checkpoints from which a run resumes. On the same number of ranks, the run continues as if it had not stopped.
 
-- ``step-00000200/`` holds the model and the optimizer in the format of torch.distributed.checkpoint, the state of each
-rank, and the checksums of the files that each rank has written. - ``latest`` holds the name of the newest complete
-checkpoint.
+- ``step-00000200/`` holds the model and the optimizer in the format of torch.distributed.checkpoint, the state of
+  each rank, and the checksums of the files that each rank has written.
+- ``latest`` holds the name of the newest complete checkpoint.
 """
 
 import shutil

@@ -167,7 +167,7 @@ def from_json(
 
 
 def to_json(keys: Mapping[str, Any], top: tuple[str, ...] = TOP, *, text_ties: bool = True) -> dict[str, Any]:
-    """The inverse of `from_json`."""
+    """Undo `from_json`: convert the fields of the config to the keys of config.json."""
     text_type, vision = keys["text_type"], dict(keys["vision_config"])
     vision_type = vision.pop("model_type")
     vision.pop("rope_theta" if vision_type == CLIP else "layer_norm_eps")

@@ -24,8 +24,8 @@ class Tiles(NamedTuple):
     right: int
 
     def count(self, base: int) -> int:
-        """Number of image tokens: ``base`` tokens for the whole image, the tokens of the tiles, and one more token for
-        each row of the tiles' tokens."""
+        """Number of image tokens: ``base`` tokens for the whole image, the tokens of the tiles without padding, and one
+        more token at the end of each row of these tokens."""
         return base + (self.bottom - self.top) * (self.right - self.left + 1)
 
 

@@ -85,7 +85,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`: move the language model's keys back into ``text_config``."""
+    """Undo `from_json`: move the language model's keys back into ``text_config``."""
     of_language = text.to_json({key: value for key, value in keys.items() if key not in TOP})
     top = {key: keys[key] for key in TOP if key in keys}
     return top | {"text_config": {"model_type": "gemma3n_text", **of_language}}

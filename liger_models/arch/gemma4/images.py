@@ -220,7 +220,7 @@ def from_json(config_class: type[Any], hf: Mapping[str, Any], vision: Mapping[st
 def to_json(
     keys: Mapping[str, Any], vision: Mapping[str, Any], text_to_json: Callable[[Mapping[str, Any]], dict[str, Any]]
 ) -> dict[str, Any]:
-    """The inverse of `from_json`: move the language model's keys back into ``text_config``."""
+    """Undo `from_json`: move the language model's keys back into ``text_config``."""
     text_keys = {key: value for key, value in keys.items() if key not in TOP}
     top = {key: keys[key] for key in TOP if key in keys} | {"vision_config": dict(vision)}
     return top | {"text_config": text_to_json(text_keys)}

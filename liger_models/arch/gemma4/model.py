@@ -61,7 +61,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`."""
+    """Undo `from_json`: convert the fields of the config to the keys of config.json."""
     # Copy the dictionary, because the caller's dictionary must not change.
     vision = dict(keys["vision_config"])
     vision["rope_parameters"] = {"rope_type": "default", "rope_theta": vision.pop("rope_theta")}

@@ -62,7 +62,7 @@ def _of_full_layers(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`."""
+    """Undo `from_json`: convert the fields of the config to the keys of config.json."""
     # The three fields that determine the rotary frequencies become one entry per layer type.
     out = {key: value for key, value in keys.items() if key not in ("rope_scaling", "hidden_act")}
     full, share, sliding = (out.pop(k) for k in ("rope_theta", "partial_rotary_factor", "rope_local_base_freq"))

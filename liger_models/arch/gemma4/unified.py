@@ -153,7 +153,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`."""
+    """Undo `from_json`: convert the fields of the config to the keys of config.json."""
     return images.to_json(keys, keys["vision_config"], unified_to_json)
 
 

@@ -72,7 +72,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`. The type of the rope scaling is also written under ``type``, which is its key in
+    """Undo `from_json`. The type of the rope scaling is also written under ``type``, which is its key in
     released files."""
     return _retyped(keys, "ntk_alpha", {"type": "dynamic", "rope_type": "dynamic"})
 

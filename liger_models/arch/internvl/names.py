@@ -31,7 +31,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4,
     },
 }  # fmt: skip
-"""Maps each type of language model to the defaults of ``text_config`` that differ from the defaults of ``qwen2``."""
+"""Maps each type of language model to those defaults of its ``text_config`` that differ from the defaults for
+``qwen2``."""
 
 MOE = (
     "decoder_sparse_step", "moe_intermediate_size", "num_experts_per_tok", "num_experts", "norm_topk_prob",
@@ -56,7 +57,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`: move the language model's keys back into ``text_config``."""
+    """Undo `from_json`: move the language model's keys back into ``text_config``."""
     keys = dict(keys)
     text_type = keys.pop("text_type")
     text = {key: value for key, value in keys.items() if key not in (*TOP, *UNREAD[text_type])}

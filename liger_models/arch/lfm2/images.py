@@ -178,7 +178,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`: move the language model's keys back into ``text_config``."""
+    """Undo `from_json`: move the language model's keys back into ``text_config``."""
     tied = ("tie_word_embeddings", "tie_embedding")  # these keys are read only at the top level
     text = {key: value for key, value in dense.to_json(keys).items() if key not in (*TOP, *tied)}
     vision = {**keys["vision_config"], "model_type": "siglip2_vision_model"}

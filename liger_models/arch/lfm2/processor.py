@@ -151,7 +151,8 @@ class Lfm2VlImages(ImageConverter):
         return Grid(*choose_grid(size, self.tile, self.min_tiles, self.max_tiles), rows, columns)
 
     def tokens(self, grid: Grid) -> list[int]:
-        """Return a list with the number of image tokens of each tile, row by row, and of the whole image at the end."""
+        """Return the number of image tokens of each tile, row by row, and then of the small copy of the image if there
+        is one."""
         whole = grid.height * grid.width // self.side**2
         if grid.columns * grid.rows == 1:
             return [whole]

@@ -80,7 +80,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`: move the language model's keys back into ``text_config``."""
+    """Undo `from_json`: move the language model's keys back into ``text_config``."""
     text_keys = {key: value for key, value in keys.items() if key not in TOP}
     return {key: keys[key] for key in TOP if key in keys} | {"text_config": text_keys}
 

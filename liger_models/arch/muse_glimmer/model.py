@@ -212,7 +212,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`."""
+    """Undo `from_json`: convert the fields of the config to the keys of config.json."""
     vision = dict(keys["vision_config"])
     vision["rope_parameters"] = {"rope_type": "axial", "rope_theta": vision.pop("rope_theta")}
     text = {key: value for key, value in keys.items() if key not in TOP}

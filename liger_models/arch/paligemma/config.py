@@ -146,7 +146,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `from_json`."""
+    """Undo `from_json`: convert the fields of the config to the keys of config.json."""
     text_type, vision = keys["text_type"], {**keys["vision_config"], "model_type": "siglip_vision_model"}
     unread = ("text_type", *TOP, *(ONLY_GEMMA2 if text_type == GEMMA else ()))
     text = {key: value for key, value in keys.items() if key not in unread}

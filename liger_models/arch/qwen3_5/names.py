@@ -196,7 +196,7 @@ def read_text(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_text(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `read_text`."""
+    """Undo `read_text`: convert the fields of the config to the keys of config.json."""
     # A model with experts has no dense MLP, so the size of a dense MLP is not written.
     unused = {"intermediate_size"} if "num_experts" in keys else set()
     out = {key: value for key, value in keys.items() if key not in unused}
