@@ -77,7 +77,7 @@ def read_mixer(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_mixer(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo `read_mixer`: convert the fields of the mixer to the keys of config.json."""
+    """Undo `read_mixer`: write both limits of the step size, and "auto" if ``mamba_d_head`` is None."""
     head_dim = keys.get("mamba_d_head")
     limits = [*limits_of(keys.get("time_step_limit"))]
     return {**keys, "time_step_limit": limits, "mamba_d_head": "auto" if head_dim is None else head_dim}
