@@ -1,4 +1,4 @@
-"""Times measured after the device has finished its work, and the device's peak memory. Tests run without a GPU."""
+"""Times that are read after the GPU has finished its work, and the GPU's peak memory. A GPU is not required."""
 
 import time
 from collections.abc import Callable

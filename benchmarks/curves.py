@@ -23,8 +23,9 @@ WARMUP = 20
 
 START_STEPS = 600
 START_LOSS = 4.0
-"""The weights from which all modes start are trained to this loss, or for at most this number of steps. The loss has
-a plateau at 6.2, and a run ends at 1.4."""
+"""All modes start from weights that were trained for `START_STEPS` steps, or until the loss fell below `START_LOSS`.
+The loss has a plateau at 6.2, and a run ends at 1.4.
+"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +75,7 @@ def measure(job: Job) -> Row:
 
 
 def table(rows: Rows) -> str:
-    """One line per mode. The distance to the losses of transformers shows the effect of different rounding."""
+    """One line per mode, with the distance between its losses and transformers' losses, which is due to rounding."""
     lines = []
     for (model, batch), group in sorted(grouped(rows, "model", "batch").items()):
         by_mode = {row["mode"]: row.get("losses") for row in group}

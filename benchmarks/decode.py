@@ -23,7 +23,7 @@ from .training.modes import Mode, title
 HELP = "decoding: milliseconds a token, beside the time to read the weights"
 MODES = r"hf(\+static)?|ours(\+lora)?(\+nf4|\+float8)?|ours\+tp[1-9][0-9]*"
 REPEATS = 5
-"""Number of timed calls. An untimed call before them compiles, captures and tunes."""
+"""Number of timed calls. Before them, an untimed call compiles, captures and tunes kernels."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -93,8 +93,8 @@ def bytes_of_step(config: dict[str, Any], dtype: str | None = None, rows: int = 
 def cached_bytes(config: dict[str, Any], length: int) -> int:
     """Bytes that a step reads from or writes to the decode cache of one row with ``length`` tokens.
 
-    For the tokens in the window, keys and values, or latents, are read once. States are both read and written. States
-    of recurrences are in fp32, and everything else is in bf16.
+    Keys and values, or latents, are read once for each token in the window. States are both read and written. Recurrent
+    states are in fp32, and everything else is in bf16.
     """
     from liger_models import AutoLigerModel
     from liger_models.layers.attention import LigerAttention

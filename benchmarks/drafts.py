@@ -71,7 +71,7 @@ def make(sizes: dict[str, Any], *, hybrid: bool, device: str) -> Any:
 
 
 def train(mtp: Any, texts: list[list[int]], held_out: list[list[int]], tokens: int, seconds: float) -> Row:
-    """Train until enough drafts are accepted on held-out functions, or until the time is up."""
+    """Train until the model accepts enough drafts on held-out functions, or until the time is up."""
     from liger_models import LigerAdamW
 
     device, start, accepted = mtp.device.type, time.perf_counter(), 0.0

@@ -30,11 +30,11 @@ from .training.modes import MODE, title
 
 HELP = "a few layers of each family: speed, memory, floor of the time, error against fp32"
 ERROR_TOKENS = {"idefics3": 8192, "internvl": 8192, "llava_next": 4096, "smolvlm": 4096}
-"""Family -> number of tokens for measuring errors, if 1024 tokens have no room for an image."""
+"""Maps a family whose images need more than 1024 tokens to the number of tokens with which errors are measured."""
 HEADS, HEAD_DIM = 32, 128
 """Number of heads and head size of the attention that is measured for the floor."""
 ADAMW_PASSES = 7
-"""Tensors of the size of the weights that AdamW reads (weights, gradients, moments) or writes (all but gradients)."""
+"""AdamW reads four tensors of the size of the weights (weights, gradients, two moments) and writes three of them."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -167,16 +167,16 @@ def measure_errors(job: Job) -> Row:
 
 
 def by_family(rows: Rows) -> dict[str, Rows]:
-    """Name of a family -> the family's rows, in order. The name includes the batch if there are several batches.
+    """Map the name of a family to its rows, in order. The name includes the batch if there are several batches.
 
-    A run with only `LigerAdamW` has a name of its own if there is also a run with torch's AdamW.
+    If a family has a run with only `LigerAdamW` and another run with torch's AdamW, the former gets a separate name.
     """
     groups = sorted(grouped(rows, "model", "batch").items())
     several_batches = len({batch for (_, batch), _ in groups}) > 1
     families = {}
     for (model, batch), group in groups:
         name = f"{model}, {tokens(batch)}" if several_batches else model
-        # A row of mode "error" is a complete comparison.
+        # A row of mode "error" already compares both libraries.
         runs = grouped([row for row in group if row["mode"] != "error"], "run")
         alone = [run for run in runs.values() if len(runs) > 1 and all(row["mode"] != "ours" for row in run)]
         apart = [row for run in alone for row in run]
@@ -187,7 +187,9 @@ def by_family(rows: Rows) -> dict[str, Rows]:
 
 
 def table(rows: Rows) -> str:
-    """One line per family. Speed is relative to the faster peer, memory to the peer with less. Missing cells are empty.
+    """One line per family. Speed is relative to the faster peer, memory to the peer that needs less.
+
+    Cells without a measurement are empty.
 
     All libraries step with torch's fused AdamW, and this package also with `LigerAdamW`. Memory and first step are
     measured with torch's AdamW unless only `LigerAdamW` was measured. The share is the floor divided by the shorter

@@ -12,7 +12,7 @@ STEPS = {
     "LoRA (rank 16, all linear layers)": ("4x2048", "hf+liger+lora", "ours+lora"),
     "full fine-tuning": ("1x8192", "hf+liger", "ours+adamw"),
 }
-"""Name of a step -> the batch, the peer's mode, and our mode."""
+"""Maps the name of a step to three values: the batch, the peer's mode, and our mode."""
 
 PATHS = {
     "full+train": "`liger-models train`, full fine-tuning, {tokens} tokens, compared with TRL",
@@ -22,7 +22,7 @@ PATHS = {
     "grpo+door": "TRL's GRPOTrainer with PEFT's LoRA, {tokens} tokens",
     "generate+ours": "`generate`, {rows} rows, time per token",
 }
-"""Our mode of a path -> the path's name in the table."""
+"""Maps our mode of a path to the path's name in the table."""
 
 
 def table(rows: Rows) -> str:

@@ -28,7 +28,7 @@ MODELS = (
     "idefics3", "glm4v", "lfm2_vl", "gemma3",
 )  # fmt: skip
 DEPTHS = {"mistral3": 10}
-"""Family -> number of layers of the language model, if not all layers and their optimizer states fit on a GPU."""
+"""Maps a family to a smaller number of layers, if not all layers and their optimizer states fit on a GPU."""
 WORKERS = (1, 2, 4, 8)
 PHOTOS, SIZE = 256, (1280, 960)
 """Number of different files, and their width and height. An image of this size has about 1500 tokens in Qwen2.5-VL."""
@@ -82,8 +82,9 @@ IMAGES = {
         {"size": {"height": 896, "width": 896}},
     ),
 }  # fmt: skip
-"""Model type -> three values: the image tokens named in config.json, by their keys, starting with the placeholder;
-the other image tokens; and the settings in preprocessor_config.json."""
+"""Maps a model type to three values: (1) the image tokens that config.json names, by their keys there, the placeholder
+first; (2) the other image tokens; and (3) the settings in preprocessor_config.json.
+"""
 FIRST_WORD, FIRST_TOKEN = 20, 500
 """The first id of the words, and the first id of the other image tokens. Placeholders have other ids."""
 QUESTION = FIRST_WORD + 3
@@ -123,7 +124,7 @@ def write_photos(folder: Path, number: int, size: tuple[int, int]) -> list[Path]
 
 
 def whole_config(name: str) -> dict[str, Any]:
-    """The config.json of a family's release, with all layers or with the number of layers in `DEPTHS`."""
+    """The config.json of a family's release. If the family is in `DEPTHS`, the number of layers is reduced."""
     config = read_release(FAMILIES[name][0])
     if name in DEPTHS:
         keep_first(text_part(config), "num_hidden_layers", DEPTHS[name])

@@ -1,8 +1,9 @@
 """The longest sequence with which a training step fits into memory.
 
-A step of a whole model on a long sequence takes minutes. ``--layers`` measures a model with a few blocks, and adds
-the weights, moments and gradients of the missing blocks to its peak memory. This is only for modes that keep the
-saved activations of all blocks in host memory, because then the missing blocks would need no other device memory.
+A step of a whole model on a long sequence takes minutes. ``--layers`` measures a model with a few blocks, and adds the
+weights, moments and gradients of the missing blocks to its peak memory. Use ``--layers`` only for modes that keep the
+saved activations of all blocks in host memory. In other modes, the missing blocks would need more device memory than is
+added.
 """
 
 import argparse
@@ -134,7 +135,7 @@ def limit_memory(reserve: int) -> float:
 
 
 def table(rows: Rows) -> str:
-    """One line per mode: the longest sequence that fits, and the next one, with its error unless out of memory."""
+    """One line per mode: the longest length that fits, and the shortest that fails. Memory errors are not named."""
     lines = []
     names = ("model", "mode", "gpus", "memory_gb", "layers")
     # Old rows do not contain the number of GPUs, which was 1.

@@ -82,7 +82,7 @@ MEASURES: dict[str, Callable[[Job], Row]] = {
     "lmeval": measure_lmeval,
     "start": measure_start,
 }
-"""Path -> the function that measures its modes, if the modes do not train."""
+"""Maps each path whose modes do not train to the function that measures these modes."""
 
 
 def measure(job: Job) -> Row:
@@ -153,7 +153,7 @@ def first_lines(row: Row, rows: Rows) -> list[Line]:
 
 
 def by_keys(*keys: str) -> Callable[[Row, Rows], list[Line]]:
-    """A function that returns the line with times in seconds and their ratios."""
+    """A function that returns a row's line of a table: the times under ``keys``, in seconds, and their speed ratios."""
 
     def lines(row: Row, rows: Rows) -> list[Line]:
         return [(*(row[key] for key in keys), *(ratio_to_least(row, rows, key) for key in keys))]
@@ -184,7 +184,9 @@ TABLES: dict[str, tuple[tuple[str, ...], str, Callable[[Row, Rows], list[Line]]]
         by_keys("cold_s", "warm_s"),
     ),
 }  # fmt: skip
-"""Title of a table -> its paths, its columns after the names, and the cells of a row."""
+"""Maps the title of a table to three values: its paths, its columns after the names, and a function that returns
+cells.
+"""
 
 
 def table(rows: Rows) -> str:

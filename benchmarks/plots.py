@@ -50,7 +50,10 @@ def draw_curves(rows: Rows) -> Any:
 
 
 def draw_bars(name: str, rows: Rows) -> Any:
-    """Bars from the top down, on axes for each device: tokens/s, or on a logarithmic axis speeds relative to a peer."""
+    """Draw bars from the top down, with separate axes for each device.
+
+    A bar shows tokens/s or, on a logarithmic axis, a speed relative to a peer.
+    """
     from matplotlib import pyplot
 
     drawn = {device: BARS[name](group) for (device,), group in grouped(rows, "device").items()}
@@ -73,7 +76,7 @@ def draw_bars(name: str, rows: Rows) -> Any:
             axes.set_xlim(0, 1.8 * max(lengths))  # room at the right for the texts
             axes.locator_params(axis="x", nbins=5)
             axes.set_xlabel("tokens/s")
-        else:  # from the peer's speed to the right or, if slower, to the left
+        else:  # a bar starts at the peer's speed, and extends to the left if it is slower
             axes.barh(centers, [length - 1 for length in lengths], left=1, height=1.1, color=colors)
             axes.axvline(1.0, color="black", linewidth=0.8)
             axes.set_xscale("log", base=2)

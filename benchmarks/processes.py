@@ -1,4 +1,4 @@
-"""Starts a process for each measurement and appends its rows to a file of JSON lines."""
+"""Starts a process for each measurement, and appends the rows that the process prints to a file of JSON lines."""
 
 import argparse
 import datetime
@@ -20,7 +20,7 @@ from . import ROOT
 from .rows import Row, Rows
 
 ERRORS_AT_ONCE = 3
-"""Number of untimed processes (mode "error") that run at the same time."""
+"""Number of processes of mode "error", which are not timed, that run at the same time."""
 
 REASON = re.compile(r"(?P<rank>\[rank\d+\]: )?[\w.]*(Error|Exception|Interrupt)\b")
 """Matches the last line of a traceback, which is not always the last line of the output."""

@@ -30,7 +30,9 @@ KERNEL_CLASSES = {
     "norm": r"rms_norm|layer_norm",
     "copies": r"memcpy|memset",
 }
-"""Class -> case-insensitive regular expression for kernel names. The first match counts; the rest is "elementwise"."""
+"""Maps a class to a case-insensitive regular expression for kernel names. The first class that matches counts. Kernels
+that match none are "elementwise".
+"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ BEGIN, END = "<!-- begin: recipes -->\n", "<!-- end -->"
 
 
 class Model(NamedTuple):
-    """A model: folder of its recipes, name on the hub, and a published config.json in `CONFIGS` or its sizes."""
+    """A model: the folder of its recipes, its name on the hub, and its sizes or its config.json in `CONFIGS`."""
 
     folder: str
     name: str
@@ -139,11 +139,11 @@ MEASURED = {
     ("llama-3.1-8b", "lora"): ("train-llama-3-8b-4x2048", "ours+lora"),
     ("llama-3.1-8b", "4bit"): ("train-llama-3-8b-4x2048", "ours+lora+nf4"),
 }
-"""Folder and method -> a file with results measured on an H200, and the mode in this file."""
+"""Maps (folder, method) to a file with results measured on an H200, and to the mode in this file."""
 USUAL_MFU = 0.5
 """The MFU that is assumed for families without a measurement."""
 SPEED = {"none": 1.0, "selective": 0.9, "full": 0.75}
-"""Checkpointing policy -> speed relative to "none". "selective" is measured, and "full" repeats the forward."""
+"""Maps a checkpointing policy to its speed relative to "none". "selective" is measured; "full" repeats the forward."""
 
 
 def planner(model: Model) -> Planner:
@@ -165,7 +165,8 @@ def plans(chooser: Planner) -> Iterator[tuple[str, GPU, Recipe]]:
 
 
 def files(model: Model, fits: Sequence[tuple[str, GPU, Recipe]]) -> dict[str, str]:
-    """Path of a recipe -> text of the recipe, for each method and the smallest memory into which the method fits."""
+    """Map paths of recipes to texts. There is a recipe of each method for the smallest GPU memory into which it
+    fits."""
     # `fits` goes from small to large memory, so in reverse order, the smallest memory comes last.
     smallest = {method: (gpu, recipe) for method, gpu, recipe in reversed(fits)}
     return {

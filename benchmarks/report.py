@@ -77,7 +77,7 @@ PARTS = {
     "ops": Part(("ops",), ops.best_table, True),
     "ops-all": Part(("ops",), ops.table, False),
 }
-"""Name in a marker -> its content."""
+"""Maps the name in a marker to the content between the markers."""
 
 
 ALTERNATIVES = {
@@ -86,7 +86,7 @@ ALTERNATIVES = {
     "curves": "Loss curves of transformers and of liger_models over the steps; the curves coincide",
     "ops": "Bar chart of each op's speed, relative to its fastest peer, on a logarithmic axis",
 }
-"""Name of a plot -> alternative text for readers who can't see the plot."""
+"""Maps the name of a plot to the alternative text for readers who can't see the plot."""
 
 
 def origin(rows: Rows) -> str:

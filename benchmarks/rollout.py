@@ -24,7 +24,7 @@ from .training.models import read_config
 HELP = "rollouts of many prompts of unequal length: new tokens/s"
 MODES = r"hf|ours(\+generate|\+drafts(\+hybrid)?)?"
 ROWS = {"hf": 64, "ours+generate": 256}
-"""Mode -> number of rows in a batch of ``generate``."""
+"""Maps a mode to the number of rows in a batch of ``generate``."""
 NAMES = {
     "hf": "transformers, generate in batches of 64",
     "ours+generate": "liger_models, generate in batches of 256",

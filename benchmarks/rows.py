@@ -10,10 +10,12 @@ from . import ROOT
 RESULTS = ROOT / "benchmarks" / "results"
 
 RUNS = ("train", "fsdp", "curves", "families", "paths")
-"""Benchmarks whose rows are compared only within a run. For curves, each run has its own initial weights."""
+"""Benchmarks in which a row is compared only with rows of the same run. In curves, even the initial weights differ
+between runs.
+"""
 
 BY_MODE = ("train", "fsdp", "paths")
-"""Benchmarks in `RUNS` that show the last run of each mode, instead of one last run for all modes."""
+"""Benchmarks in `RUNS` whose pages show the last run of each mode, instead of one last run for all modes."""
 
 NEEDED = {"benchmark", "mode", "date", "commit", "versions"}
 """Keys that every row must have."""
@@ -27,7 +29,7 @@ def distinct(values: Iterable[str]) -> str:
 
 
 def grouped(rows: Rows, *names: str) -> dict[tuple[str, ...], Rows]:
-    """Values of the keys ``names`` -> rows with these values. The value of a missing key is ""."""
+    """Map the values of the keys ``names`` to the rows with these values. A missing key has the value ""."""
     groups: dict[tuple[str, ...], Rows] = {}
     for row in rows:
         groups.setdefault(tuple(row.get(name, "") for name in names), []).append(row)
@@ -49,7 +51,7 @@ def of_ours(row: Row) -> bool:
 
 
 def of_a_run(row: Row) -> bool:
-    """Whether the row is compared only within its run. A row of mode "error" is a complete comparison."""
+    """Whether the row is compared only within its run. A row of mode "error" is not: it is a complete comparison."""
     return row["benchmark"] in RUNS and row["mode"] != "error"
 
 

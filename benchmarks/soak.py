@@ -30,8 +30,9 @@ WARM_ROUNDS = 12
 """Number of rounds before the first reading. In these rounds, kernels compile and libraries allocate memory."""
 
 ALLOWED = {"allocated_mib": 128.0, "tensors": 8, "host_mib": 1024.0}
-"""Maximum growth since the first reading, for any duration of the run. It allows for workspaces of matrix products on
-another stream, memory of compilers, and memory that the host's allocator does not return."""
+"""Maximum growth since the first reading, however long the run is. The growth may come from workspaces of matrix
+products on another stream, from compilers, and from memory that the host's allocator does not return.
+"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -38,7 +38,7 @@ LIBRARIES = {
     "liger": ("liger_kernel.transformers",),
     "st": ("sentence_transformers",),
 }
-"""Word of a mode -> the modules or names that processes of this mode import, in this order."""
+"""Maps a word of a mode to the modules or names that processes of this mode import, in this order."""
 
 IMPLIED = {
     "st": ("ours",),
@@ -48,7 +48,7 @@ IMPLIED = {
     "door": ("hf", "ours"),
     "train": ("ours",),
 }
-"""Word of a mode -> other words whose libraries the mode needs, too."""
+"""Maps a word of a mode to other words whose libraries the mode needs, too."""
 
 TRAINERS = {
     **dict.fromkeys(("full", "lora", "vision"), ("trl:SFTTrainer",)),
@@ -56,7 +56,7 @@ TRAINERS = {
     **dict.fromkeys(("grpo", "trl"), ("trl:GRPOTrainer",)),
     "lmeval": ("lm_eval.models.huggingface",),
 }
-"""First word of a mode -> the modules that modes with transformers' models import in addition."""
+"""Maps the first word of a mode to the modules that its modes with transformers' models import in addition."""
 
 
 def libraries(mode: Mode) -> list[str]:

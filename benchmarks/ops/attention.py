@@ -98,7 +98,10 @@ def sdpa_of(backend: SDPBackend) -> Function:
 
 
 def padded_values(*inputs: Tensor) -> tuple[Tensor, ...]:
-    """Heads with values padded to the width of keys, as flash attention requires. The result has this width, too."""
+    """Queries and keys, and values that are padded to the width of keys, as flash attention requires.
+
+    The result of attention then has this width, too.
+    """
     q, k, v = ready_heads(*inputs)
     return q, k, F.pad(v, (0, q.shape[3] - v.shape[3]))
 

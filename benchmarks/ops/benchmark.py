@@ -17,7 +17,7 @@ from .op import Op
 HELP = "each op against its peers: errors, times, memory, fraction of the limits"
 FILES = losses, norm, rope, attention, linear_attention, mlp, head, moe, adamw
 OPS: dict[str, Op] = {op.name: op for file in FILES for op in file.OPS}
-"""Name -> op. The ops are measured in this order."""
+"""Maps names to ops. The ops are measured in this order."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,10 @@ def plan_ops(names: Sequence[str], peers: Sequence[str] | None, file: Path) -> l
 
 
 def with_fractions() -> Callable[[Row], Row]:
-    """A function that adds the fractions of the ceilings to each row. The first row of a run contains the ceilings."""
+    """A function that adds to each row the fractions of the ceilings (the device's limits) that its op reaches.
+
+    The first row of a run contains the ceilings.
+    """
     ceiling: Row = {}
 
     def complete(row: Row) -> Row:
@@ -85,7 +88,8 @@ def best_table(rows: Rows) -> str:
 
 
 def error_ratios(row: Row) -> str:
-    """Ratios of errors to plain torch's errors, unless these are only the rounding noise of a scalar."""
+    """Ratios of errors to plain torch's errors. If the latter is at most 1e-4, it is rounding noise and has no
+    ratio."""
     return ", ".join(f"{n} {mine / torch:.2f}" for n, (mine, torch) in row.get("errors", {}).items() if torch > 1e-4)
 
 

@@ -69,7 +69,8 @@ def delta_ours(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seql
 def delta_op(name: str, **extra: int) -> Op:
     """The delta rule for one text or, with documents=n, for n packed texts.
 
-    The peer that loops over chunks is only for one text. For several texts, it would keep the state after each token.
+    The peer that loops over chunks is measured only with one text. With several texts, it would have to keep the state
+    after each token.
     """
 
     def work(T: int, H: int, G: int, D: int, **_: int) -> tuple[int, int]:
@@ -141,7 +142,7 @@ def scan_in_transformers(*inputs: Any, **options: Any) -> Any:
 
 
 def scan_work(T: int, H: int, G: int, P: int, N: int) -> tuple[int, int]:
-    """Bytes of memory traffic. On an H200, the products of a scan in chunks of 128 tokens take about as long."""
+    """Bytes of memory traffic. In chunks of 128 tokens, the products of a scan take about as long on an H200."""
     part = 2 * T  # the forward reads x, B and C and writes the result
     return part * (2 * H * P + 2 * G * N), part * (3 * H * P + 4 * G * N)  # the backward also reads dy, writes dx, ...
 

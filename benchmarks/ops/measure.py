@@ -189,6 +189,6 @@ def ceilings(device: str, copied: int = 2**32, width: int = 8192) -> dict[str, f
 
 
 def fraction(row: dict[str, Any], ceiling: dict[str, float]) -> dict[str, float]:
-    """Pass -> the fraction of the device's limit that the pass reaches."""
+    """Map each pass, such as the forward, to the fraction of the device's limit that the pass reaches."""
     rate = ceiling["copy_gbs"] * 1e6 if row["limit"] == "bytes" else ceiling["matmul_tflops"] * 1e9
     return {name: round(work / row["ms"][name] / rate, 4) for name, work in row["work"].items()}

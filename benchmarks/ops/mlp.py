@@ -40,7 +40,7 @@ def gated_op(name: str, ours: Function, in_torch: Function, act: str) -> Op:
 
 
 def mlp(norm: Function, act: Function | None) -> Function:
-    """Norm, gate, up, activation and down as separate operations. Without ``act``: the norm and Liger's fused MLP."""
+    """Norm, gate, up, activation and down as separate operations; without ``act``, the norm and Liger's fused MLP."""
 
     def run(x: Tensor, residual: Tensor, weight: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
         normed, h = norm(x, residual, weight)

@@ -84,7 +84,7 @@ class Op:
         return replace(self.peers["torch"], run=torch.compile(self.peers["torch"].run, dynamic=False))
 
     def ideal(self, sizes: Sizes) -> dict[str, float]:
-        """Pass -> its minimum work."""
+        """Map each pass, such as the forward, to its minimum work."""
         # Forward, backward and their sum, or only the sum.
         parts = self.work(**sizes)
         passes = ("forward", "backward", "total") if len(parts) == 2 else ("total",)

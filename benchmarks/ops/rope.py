@@ -24,7 +24,7 @@ def make_heads(B: int, T: int, H: int, G: int, D: int, norm: int = 0, whole: int
 
 
 def liger_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """Norms, if there are weights for them, and in-place rotation, in transformers' layout. v does not change."""
+    """Norms of q and k (if ``weights`` are given) and in-place rotation, in transformers' layout. v does not change."""
     for weight in weights[:1]:
         q = liger("liger_rms_norm", EPS)(q.flatten(2).unflatten(-1, (-1, len(weight))), weight).view_as(q)
     for weight in weights[1:]:

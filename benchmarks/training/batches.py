@@ -13,12 +13,14 @@ PHOTOS = {
     "glm4v": ((17, 23), (39, 69), (5, 7)),
     "glm4v_moe": ((17, 23), (39, 69), (5, 7)),
 }
-"""Model type -> rows and columns of tokens in images with 480 x 640, 1080 x 1920 and 150 x 200 pixels.
+"""Maps a model type to the rows and columns of tokens in images of 480 x 640, 1080 x 1920 and 150 x 200 pixels.
 
 Each sequence has the images that fit into its first half. The numbers for LLaVA are Pixtral's.
 """
 PHOTOS_IN_TILES = {"internvl": (13, 9, 13), "idefics3": (13, 13, 13), "smolvlm": (13, 13, 13)}
-"""Model type -> numbers of tiles in the same three images, including a small copy of the whole image."""
+"""Maps a model type to the numbers of tiles in the same three images. A small copy of the whole image counts as a
+tile.
+"""
 NEXT_PHOTOS = (((480, 640), (2, 2)), ((1080, 1920), (2, 2)), ((150, 200), (1, 2)))
 """Height and width of the same images, and rows and columns of LLaVA-NeXT's tiles of 336 x 336 pixels."""
 LFM2_PHOTOS = ([(13, 18)], [*[(16, 16)] * 8, (12, 21)], [(7, 10)])
@@ -179,8 +181,8 @@ def draw_next_images(config: dict, ids: Tensor, generator: torch.Generator) -> d
     token, tower = config["image_token_index"], config["vision_config"]
     side, patches = tower["image_size"], tower["image_size"] // tower["patch_size"]
 
-    # The tokens of the small copy and of the tiles. The tiles have no padding above and below, or left and right, but
-    # one more token for each row.
+    # The tokens of the small copy and of the tiles. The tokens of padding (above and below, or left and right of the
+    # image) are removed from the tiles, and each row of tokens gets one more token.
     runs, sizes = [], []
     for size, (rows, columns) in NEXT_PHOTOS:
         height, width = (length * side // 336 for length in size)
@@ -238,7 +240,7 @@ DRAWN = {
     "paligemma": draw_equal_images,
     "smolvlm": draw_equal_tiles,
 }
-"""Model type -> the function that adds images for this type. All other types use `draw_images`."""
+"""Maps a model type to the function that adds images for this type. All other types use `draw_images`."""
 
 
 def draw_chain(vocabulary: int, B: int, T: int, batches: int, seed: int) -> Tensor:

@@ -38,10 +38,10 @@ IN_SHARDS = {
     "8bit", "ac", "adamw", "balanced", "bf16", "compile", "cp", "ep", "full", "hsdp", "inbackward", "liger", "moments",
     "offload", "selective", "tp",
 }  # fmt: skip
-"""Words of modes that do not affect which weights are drawn."""
+"""Words that a mode may have if weights are drawn in shards. These words do not affect which weights are drawn."""
 
 PATCHED_IN_PARTS = ("internvl", "llava", "smolvlm")
-"""Model types for which Liger Kernel patches language model and tower only in an existing model."""
+"""Model types whose language model and tower Liger Kernel patches only if it gets an existing model."""
 
 WITHOUT_OUT_PROJ = ("falcon_h1", "mamba2", "nemotron_h")
 """Model types for which PEFT refuses adapters of ``out_proj``. In this package, ``out_proj`` then gets none, either."""
@@ -144,7 +144,7 @@ def build_hf(config: dict, liger: bool, recompute: bool, attention: str | None =
 def empty_hf(
     config: dict, dtype: torch.dtype, device: torch.device, liger: bool, recompute: bool, attention: str | None = None
 ) -> nn.Module:
-    """The transformers model with arbitrary values. Its parts use SDPA if transformers supports it for them.
+    """The transformers model with arbitrary values. Each part uses SDPA if transformers supports SDPA for this part.
 
     Raises:
         KeyError: Liger Kernel does not patch models of this type.
@@ -220,7 +220,7 @@ def hf_targets(model: nn.Module, experts: bool = True) -> dict:
 
 
 def our_targets(model: nn.Module, experts: bool = True) -> dict:
-    """The same options as in `hf_targets`, for this package."""
+    """The options of this package that choose the same matrices as `hf_targets`."""
     from liger_models.adapters.lora import adaptable_experts, adaptable_layers, language_targets
     from liger_models.convert import format_of
 
@@ -283,7 +283,7 @@ def adapt_ours(model: nn.Module, mode: Mode) -> None:
 
 
 def draw_weights(model: nn.Module) -> None:
-    """Fill a model with the weights that belong to its names in Hugging Face's format, after packing them."""
+    """Fill a model of this package: draw the weights under their names in Hugging Face's format, and pack them."""
     from liger_models.convert import format_of
 
     weights = format_of(type(model)).module_map(model.config)
@@ -296,7 +296,7 @@ def draw_weights(model: nn.Module) -> None:
 
 
 def set_policies(model: nn.Module, mode: Mode) -> None:
-    """Set offloading and recomputation for the mode's numbers of blocks. Recompute blocks without offloading first."""
+    """Offload and recompute as many blocks as the mode says. If possible, recompute blocks that are not offloaded."""
     total = len(model.layers)
     offloaded = mode.number("offload", total)
     model.set_checkpointing("none", offload_layers=offloaded)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 LAYOUTS = {"mxfp4": [32], "nvfp4": [16, 0], "int4": [32], "fp8blocks": [128]}
-"""Format -> its layout; see `liger_models.kernels.frozen.weight.FrozenWeight`."""
+"""Maps a format to its ``layout`` in `liger_models.kernels.frozen.weight.FrozenWeight`."""
 
 EXPERTS_ALONE = ("mxfp4",)
 """Formats in which checkpoints store only experts."""

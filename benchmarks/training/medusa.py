@@ -8,7 +8,7 @@ DECAY = 0.8
 
 
 class Head(nn.Module):
-    """``projection(x + SiLU(A · x + b))``. A and b start at 0, and the projection as a copy of the model's head."""
+    """``projection(x + SiLU(A · x + b))``. A and b start at 0. The projection starts as a copy of the model's head."""
 
     def __init__(self, head: nn.Linear) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from benchmarks import ROOT
 
 CONFIGS = ROOT / "tests" / "fixtures"
 RELEASES = json.loads((ROOT / "benchmarks" / "training" / "releases.json").read_text(encoding="utf-8"))
-"""Name of a release whose config.json is not in `CONFIGS` -> the settings that determine its sizes and operations."""
+"""Maps a release whose config.json is not in `CONFIGS` to the settings that determine its sizes and operations."""
 MODELS = {
     "llama-3-8b": ("llama/Meta-Llama-3-8B.json", None),
     "llama-3-70b": ("llama/Meta-Llama-3.1-70B-Instruct.json", None),
@@ -22,8 +22,9 @@ MODELS = {
     "gpt-oss-20b": ("gpt_oss/gpt-oss-20b.json", None),
     "qwen2.5-vl-3b": ("qwen2_5_vl/Qwen2.5-VL-3B-Instruct.json", None),
 }
-"""Name of a release at real width -> its file in `CONFIGS` or its name in `RELEASES`, and its number of layers, or
-None for all layers."""
+"""Maps the name of a model at real width to its release (a file in `CONFIGS` or a name in `RELEASES`) and its number of
+layers; None for all layers.
+"""
 FAMILIES = {
     "llama": ("llama/Llama-3.2-1B-Instruct.json", 4),
     "mistral": ("mistral/Mistral-7B-v0.1.json", 4),
@@ -94,7 +95,7 @@ FAMILIES = {
     "glm4v_moe": ("GLM-4.5V", 4, 4),
     "lfm2_vl": ("LFM2-VL-450M", 4, 4),
 }
-"""Family -> a release, its number of layers, and the number of layers of its vision tower (default: twice as many).
+"""Maps a family to a release, its number of layers, and that of its vision tower (default: twice as many layers).
 
 The release is a file in `CONFIGS` or a name in `RELEASES`. LLaVA's language model does not use the tower's last layer.
 """
@@ -111,10 +112,10 @@ CHANGES = {
     "mistral3": {"tie_word_embeddings": False},
     "glm4v_moe": {"text_config": {"n_routed_experts": 32}},
 }
-"""Family -> settings that differ from the release, besides the number of layers.
+"""Maps a family to the settings, besides the number of layers, that differ from the release.
 
-The reason is that not all experts of the layers fit on a GPU, or that the first layers do not include all layer types
-of the release. The file of Mistral Small 3.2 does not say that its head has separate weights.
+They differ because not all experts of the layers fit on a GPU, or because the first layers do not include all layer
+types of the release. The file of Mistral Small 3.2 does not say that its head has separate weights.
 """
 
 CHOICES = [*MODELS, *FAMILIES]
@@ -143,7 +144,7 @@ def changed(config: dict, changes: dict) -> dict:
 
 
 def keep_layers(config: dict, layers: int, tower_layers: int | None = None) -> None:
-    """Cut a config's language model to its first layers, and a vision tower to ``tower_layers`` or twice as many."""
+    """Cut a language model to ``layers`` layers, and a vision tower to ``tower_layers`` (default: ``2 * layers``)."""
     # The language model.
     text = text_part(config)
     if text.get("num_kv_shared_layers"):  # the release's share, if a layer of each type remains

@@ -78,7 +78,7 @@ TITLES = {
     "int4": " on INT4 weights", "fp8blocks": " on FP8 weights in blocks", "noexperts": ", no adapters of experts",
     "medusa": ", Medusa heads",
 }  # fmt: skip
-"""Word without a number -> its text in tables."""
+"""Maps a word without a number to its text in tables."""
 
 COUNTED_TITLES = {
     "offload": "activations of {} blocks offloaded", "moments": "moments of {} blocks offloaded",
@@ -86,7 +86,7 @@ COUNTED_TITLES = {
     "plan": "planned for {} GB", "tp": "tensor parallel over {} GPUs", "ep": "expert parallel over {} GPUs",
     "hsdp": "{} replicas",
 }  # fmt: skip
-"""Word with a number -> its text in tables."""
+"""Maps a word that has a number to its text in tables, with ``{}`` for the number."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Mode:
 
     Args:
         library: "hf", "ours", "unsloth" or "titan"; or, in ``families``, "error" (compares both libraries) or "floor".
-        extras: each further word -> its number, or None for a word without a number.
+        extras: maps each further word to its number, or to None if the word has no number.
     """
 
     library: str

@@ -65,8 +65,8 @@ def make_step(mode: Mode, config: dict, lr: float, sharded: bool = False, shape:
 def balanced_experts(model: Any, ids: Tensor) -> Tensor:
     """Experts [B, T, L, K] for tokens [B, T] in each of L layers. All experts get the same number of tokens.
 
-    This holds if the number of tokens is a multiple of the number of experts. The K experts of a token are evenly
-    spread over all experts, and thus over expert-parallel ranks.
+    The numbers are exactly equal if the number of tokens is a multiple of the number of experts. The K experts of a
+    token are evenly spread over all experts, and thus over expert-parallel ranks.
     """
     routers = model.routers
     if not routers:
@@ -78,7 +78,7 @@ def balanced_experts(model: Any, ids: Tensor) -> Tensor:
 
 
 def build_peer(config: dict, mode: Mode, sharded: bool, tokens: int) -> nn.Module:
-    """A module of torchtitan or Unsloth that returns the loss of a batch. Other processes do not import them."""
+    """A module of torchtitan or Unsloth that returns the loss of a batch. Only modes of these libraries import them."""
     if mode.library == "titan":
         from .titan import TitanLoss
 

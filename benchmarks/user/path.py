@@ -37,7 +37,7 @@ PATHS = {
     "lmeval": Path("lm-evaluation-harness", r"hf|door", ("hf", "door"), "256x512", 128),
     "start": Path("first step", r"trl\+(liger|door)|train", ("trl+liger", "trl+door", "train"), "8x2048", 1),
 }
-"""First word of a mode -> its path.
+"""Maps the first word of a mode to the mode's path.
 
 Rows are sequences, with three exceptions: pairs in ``dpo``, answers in ``grpo`` (whose prompts have equally many
 tokens), and requests in ``lmeval``. In ``generate``, prompts have 1/8 of the tokens. An example of ``vision`` has an
@@ -50,7 +50,7 @@ NAMES = {
     "train": "liger-models train", "trl": "TRL, transformers", "liger": " + Liger Kernel", "door": "liger_models.hf",
     "hf": "transformers", "ours": "liger_models", "ac": ", activation checkpointing",
 }  # fmt: skip
-"""Word of a mode -> its text in tables."""
+"""Maps a word of a mode to its text in tables."""
 
 
 def shape_of(path: str, job: Job) -> tuple[int, int]:

@@ -39,7 +39,7 @@ def adapter_parameters(model: CausalLM) -> dict[str, nn.Parameter]:
 def adapter_sums(model: CausalLM) -> dict[str, Tensor]:
     """Return two sums [2] fp64 for each adapter tensor, by name.
 
-    The sums change if this rank's part of the tensor changes.
+    The sums change if this rank's part of the tensor changes. `check_trained` compares them.
     """
     return {name: _sums(local(parameter)) for name, parameter in adapter_parameters(model).items()}
 
@@ -81,7 +81,7 @@ def _judge(model: CausalLM, before: dict[str, Tensor], steps: int) -> tuple[list
 
 
 def adapter_line(model: CausalLM, before: dict[str, Tensor], steps: int) -> str:
-    """Return a line for the log of a run that states the result of `check_trained`."""
+    """Return a log line that states the result of `check_trained`."""
     findings, moved = _judge(model, before, steps)
     if not findings:
         if moved < len(before):

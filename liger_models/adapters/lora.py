@@ -263,9 +263,9 @@ def unsupported_linears(model: nn.Module) -> list[str]:
 
 
 def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]:
-    """Return a dict from paths to pairs, for all linear layers that can have adapters.
+    """Map the path of each linear layer that can have adapters to a pair.
 
-    Each pair contains the layer, and the weight of the layer as an expression in terms of checkpoint tensors.
+    A pair contains the layer, and the weight of the layer as an expression in terms of checkpoint tensors.
     """
     entries = _entries(model)
     routers = [layer.router for layer in layers_of(model) if layer.router is not None]
@@ -281,7 +281,7 @@ def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]
 
 
 def adaptable_experts(model: CausalLM) -> dict[str, dict[str, tuple[str, Expression]]]:
-    """Map the path of each layer with routed experts to the layer's parameters that can have adapters.
+    """Map the path of each layer with routed experts to those parameters of the layer that can have adapters.
 
     A layer's parameters are given as a dict from names in this package to pairs. A pair contains the name of the
     parameter in transformers, and the parameter as an expression in terms of checkpoint tensors.
@@ -305,7 +305,7 @@ def _experts(model: CausalLM) -> dict[str, LigerMoE]:
 
 
 def matches(module: str, target: str) -> bool:
-    """Whether ``target`` is the name of a module in the checkpoint, or the last part of this name."""
+    """Whether ``target`` is the checkpoint name ``module``, or the last part of this name."""
     return module == target or module.endswith("." + target)
 
 
@@ -315,7 +315,7 @@ def _check_adapted(function: str, model: nn.Module) -> None:
 
 
 def _entries(model: CausalLM) -> dict[str, Expression]:
-    """Return the entries of the weight map whose names are the module names in PEFT's files."""
+    """Return the entries of the weight map that uses the names of modules in PEFT's files."""
     return format_of(type(model)).module_map(model.config).entries
 
 

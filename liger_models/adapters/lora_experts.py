@@ -49,7 +49,7 @@ class ExpertAdapter(Layer):
         self.lora_B = nn.Parameter(torch.empty(X, out, config.r, **options))
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True: nothing is left to sum, because `LoRAExperts` already sums the gradients."""
+        """Return True (nothing is left to sum), because `LoRAExperts` already sums the gradients."""
         return True
 
 
@@ -58,7 +58,7 @@ class LoRAExperts(Layer):
 
     Args:
         adapters: maps the name of a parameter of the layer, "gate_up_weight" or "down_weight", to its adapter.
-        active_share: the layer's ``active_share``.
+        active_share: the share of the layer's experts that a token passes through, which counts in the FLOPs of a step.
         config: settings of the adapters.
     """
 

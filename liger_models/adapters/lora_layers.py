@@ -67,12 +67,12 @@ class Adapter(Layer):
         self.lora_magnitude_vector = nn.Parameter(torch.empty(out_features, **options)) if config.use_dora else None
 
     def sum_gradients(self, group: Group) -> bool:
-        """Return True: nothing is left to sum, because the layer with the adapter already sums the gradients."""
+        """Return True (nothing is left to sum), because the layer with the adapter already sums the gradients."""
         return True
 
 
 class Dropout(nn.Dropout):
-    """Dropout that saves one byte per element on every device, as `nn.Dropout` does only on GPUs."""
+    """Dropout that saves one byte per element for the backward on every device. `nn.Dropout` does so only on GPUs."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply dropout to x [...]."""
@@ -257,7 +257,8 @@ class LoRALinear(nn.Linear, Layer):
     plain_class: ClassVar[type[nn.Linear]] = nn.Linear
     """The class of the layer without adapters."""
     parallel_kinds: ClassVar[dict[type, type[PartialLinear]]] = {}
-    """Maps a class of parallel layers to the class with adapters that `PartialLinear.of` converts this layer into."""
+    """Maps a class of parallel layers to its counterpart with adapters. `PartialLinear.of` creates the counterpart.
+    """
 
     @classmethod
     def around(cls, linear: nn.Linear, expression: Expression, names: Sequence[str], config: LoRAConfig) -> "Self":
@@ -304,7 +305,7 @@ class LoRALinear(nn.Linear, Layer):
         return self.weight if frozen is None else frozen.dense()
 
     def derived(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return A, s · B, and DoRA's `dora_scale` (None without DoRA). Decoding computes them once for all tokens."""
+        """Return A, s · B, and `dora_scale` (None without DoRA). Decoding computes these once for all tokens."""
         return derive(self, dtype, lambda: self._derived(dtype))
 
     def _derived(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -396,7 +397,7 @@ class LoRALinear(nn.Linear, Layer):
 
 
 class LoRAColumnParallelLinear(LoRALinear, ColumnParallelLinear):
-    """`ColumnParallelLinear` with adapters. With equal random states, ranks drop the same elements."""
+    """`ColumnParallelLinear` with adapters. With dropout, ranks need equal random states, to drop the same elements."""
 
     def shard(self, group: Group) -> dict[str, int]:
         """Shard B and m by rows if each rank holds consecutive rows of each matrix; otherwise, shard nothing."""
@@ -484,7 +485,7 @@ def adapted_layers(model: nn.Module) -> dict[str, LoRALinear | LoRAExperts]:
 
 
 def adapters_of(layer: LoRALinear | LoRAExperts) -> LinearAdapters | LoRAExperts:
-    """Return the adapters of a layer."""
+    """Return the module that holds the adapters of a layer."""
     return layer.lora if isinstance(layer, LoRALinear) else layer
 
 

@@ -262,7 +262,7 @@ class LigerMedusa(nn.Module):
         return self.model.lm_head(output) if self.share_lm_head else output
 
     def generate(self, input_ids: Any, *, max_new_tokens: int, **options: Any) -> Any:
-        """Generate the same tokens as `CausalLM.generate` of the model. The heads' drafts save forwards."""
+        """Generate the same tokens as ``model.generate``, with fewer forwards, because the heads draft tokens."""
         return self.model.generate(input_ids, max_new_tokens=max_new_tokens, draft_model=self, **options)
 
     def targets(self, labels: Tensor, attention_mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -286,7 +286,7 @@ class LigerMedusa(nn.Module):
         return torch.stack(ahead)
 
     def _hidden(self, x: Tensor) -> Tensor:
-        """Return the hidden states: the first C columns of the input of the model's own head, which may have more."""
+        """Return the first C columns of ``x``, the input of the model's head. These columns are the hidden states."""
         return x[..., : self.model.config.hidden_size]
 
     def _rows(self, x: Tensor) -> list[Tensor]:

@@ -63,7 +63,7 @@ class MTPOutput(NamedTuple):
 
 
 def embeds_with_norms(embedding: nn.Module, *norms: nn.Module) -> bool:
-    """Whether the op `embed_norms` can compute the embedding and the norms. All norms must have the same constants."""
+    """Whether the op `embed_norms` can compute the embedding and the norms. All norms need the same constants."""
     return (
         type(embedding) is LigerEmbedding
         and embedding.scale is None
@@ -137,8 +137,8 @@ class LigerMTP(nn.Module):
             if layer.attention is not None:
                 layer.layer += config.num_hidden_layers
 
-        # The dtypes with which parameters that stay in fp32 are saved. Loading a checkpoint replaces them by the
-        # checkpoint's dtypes.
+        # The dtypes in which parameters that stay in fp32 are saved. If a checkpoint is loaded, its dtypes replace
+        # these.
         self._wide = {f"layers.{name}": torch.float32 for name in wide_parameters(self.layers)}
         self._layout = self._layouts()[0]
         if stored:
@@ -337,7 +337,7 @@ class LigerMTP(nn.Module):
         return self.predict(hidden, embeds.roll(-1, 1), layout)
 
     def predict(self, hidden: Tensor, ahead: Tensor, layout: BatchLayout) -> Tensor:
-        """Compute the block's outputs h', [B, T, C], even for tokens whose next token is not in the batch.
+        """Compute the block's outputs h', [B, T, C]. Unlike in `hidden`, the next tokens need not be in the batch.
 
         Args:
             hidden: h, [B, T, C], the normalized outputs of the model's last block.
@@ -349,7 +349,7 @@ class LigerMTP(nn.Module):
 
     @torch.no_grad()
     def draft(self, hidden: Tensor, tokens: Tensor, layout: BatchLayout) -> Tensor:
-        """Like `predict`, but without gradients, and with the ids [B, T] int64 of the next tokens."""
+        """Like `predict` without gradients. ``tokens`` [B, T] int64 are the ids of the next tokens, not embeddings."""
         embedding = self.model.embed_tokens
         norm: Any = self.pre_fc_norm_embedding
         other: Any = self.pre_fc_norm_hidden

@@ -45,7 +45,7 @@ REFUSED = (
 )  # fmt: skip
 """Keys of adapter_config.json that belong to features that are not implemented. Their values must be empty."""
 INITIAL = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Values of ``init_lora_weights`` that leave the base weights unchanged.
+"""Values of ``init_lora_weights`` with which PEFT leaves the base weights unchanged.
 
 PEFT's other values (PiSSA, OLoRA, LoftQ) change the base weights.
 """

@@ -1,4 +1,4 @@
-"""Quantization of frozen weights: those of routed experts, and of linear layers with adapters (QLoRA) or without."""
+"""Quantization of the frozen weights of routed experts and of linear layers, which may have adapters (QLoRA)."""
 
 from typing import Any, TypeVar
 
@@ -112,6 +112,6 @@ def quantized_experts(model: nn.Module) -> list[Weight]:
 
 
 def quantized_bytes(weight: Weight, dtype: str) -> int:
-    """Return the number of bytes that a weight [O, C], or this rank's experts [X, O, C], takes in a format."""
+    """Return the number of bytes that a weight [O, C], or this rank's experts [X, O, C], takes as ``dtype``."""
     weight = local(weight) if isinstance(weight, Tensor) else weight
     return FORMATS[dtype].nbytes(weight.shape, weight.dtype)

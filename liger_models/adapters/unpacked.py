@@ -186,7 +186,7 @@ class UnpackedModel(Node):
     plain_names: set[str]
     """The names of all parameters of the tree before PEFT adds adapters."""
     said: set[str]
-    """The reasons for which a warning has been issued that PEFT computes a layer; see `UnpackedLinear`."""
+    """The reasons, already named in a warning, why PEFT itself computes a layer; see `UnpackedLinear`."""
     adapter_configs: dict[str, Any] | None
     """Maps adapter names to PEFT configurations; None before the first adapter and after unloading."""
     checked: set[str]
@@ -572,7 +572,7 @@ class UnpackedModel(Node):
 
 
 def _layers_inside(module: nn.Module) -> list[str]:
-    """Return the paths of the layers in a node of `modules_to_save`; [] if the node also holds other parameters."""
+    """Return the paths of the layers in a module of `modules_to_save`; [] if the module also holds other parameters."""
     node = getattr(module, "original_module", None)
     if not isinstance(node, Node):
         return []
@@ -594,7 +594,7 @@ def _counterparts(entries: Mapping[str, Expression]) -> dict[str, set[str]]:
 
 
 def _is_same_module(module: nn.Module, expressions: dict[str, Expression], counterparts: dict[str, set[str]]) -> bool:
-    """Whether transformers' model has the same module. The result is True for norms and the embedding, for example.
+    """Whether transformers' model has the same module as our model, such as a norm or the embedding.
 
     The result is False for all linear layers except the head. An `UnpackedLinear`, which can run fused ops with
     adapters, replaces each linear layer for which the result is False.
@@ -635,7 +635,7 @@ def _peft_config_class(config_class: type, model_type: str) -> type:
 
 
 def _stored_vocabulary(base: str) -> SimpleNamespace:
-    """Return the ``vocab_size`` in a folder or hub repository.
+    """Return the ``vocab_size`` in the config.json of a folder or hub repository.
 
     When PEFT saves an adapter, it compares this number with the model's ``vocab_size``.
     """

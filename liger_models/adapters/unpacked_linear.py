@@ -49,7 +49,7 @@ class Term(NamedTuple):
 
 
 class CannotFuse(Exception):
-    """Raised if fused ops cannot compute a layer, so PEFT must compute it.
+    """Raised if fused ops cannot compute a layer, so that PEFT itself must compute the layer.
 
     A warning gives the message of this exception as its reason. An empty message causes no warning.
     """
@@ -135,8 +135,8 @@ class UnpackedLinear(Layer):
         packed: the projection.
         weight: the projection's weight, as an expression in terms of the checkpoint's matrices.
         bias: the projection's bias, as an expression in terms of the checkpoint's vectors; None if there is no bias.
-        said: the reasons for which the model has already warned that PEFT computes a layer. All layers of the model
-            share this set.
+        said: the reasons, already named in a warning, why PEFT itself computes a layer. All layers of the model share
+            this set.
     """
 
     def __init__(self, packed: nn.Linear, weight: Expression, bias: Expression | None, said: set[str]) -> None:

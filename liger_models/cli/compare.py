@@ -263,7 +263,8 @@ def _corrected_branch(
 
 
 def first_difference(errors: Mapping[str, Mapping[str, float]], limit: float = PART_LIMIT) -> str:
-    """Return a text that names the first path with an error beyond the limit, and the errors of its parts, or "".
+    """Return a text with the first path that has an error beyond ``limit``, and the errors of its parts; "" if none
+    has.
 
     An example of a result is ``layers.0: input_layernorm 2.1e-08, self_attn 3.4e-01, ... (2 of 4 places differ)``.
     """

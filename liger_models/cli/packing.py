@@ -27,7 +27,9 @@ Short documents follow long ones, so that a leak from a long document to a short
 """
 
 HALF_LIMIT = 5e-2
-"""Largest accepted relative difference of bfloat16 gradients, which are summed in another order."""
+"""Largest accepted relative difference of bfloat16 gradients. A packed row sums them in another order than single
+documents.
+"""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 WIDTHS = (
@@ -36,7 +38,7 @@ WIDTHS = (
     "num_global_key_value_heads", "linear_num_key_heads", "linear_num_value_heads", "mamba_n_heads", "mamba_num_heads",
     "mamba_d_ssm", "num_heads", "out_hidden_size", "n_groups",
 )  # fmt: skip
-"""Fields of a language model's config that `narrow` divides."""
+"""Fields of a language model's config that `_narrow` divides."""
 LARGEST = {"sliding_window": 48, "attention_chunk_size": 48, "vocab_size": 1024, "vocab_size_per_layer_input": 1024}
 """Largest values in a reduced model. Windows must be shorter than the documents to have an effect."""
 FITTING: dict[str, dict[str, Any]] = {"glm4v": {"partial_rotary_factor": 0.5}, "glm4v_moe": {"head_dim": 128}}

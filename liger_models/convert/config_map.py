@@ -67,7 +67,7 @@ _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_pos
 
 
 _ANYWHERE = ("bos_token_id", "eos_token_id", "initializer_range")
-"""Keys that are read both at the top level and in ``text_config``."""
+"""Keys that may be at the top level or in ``text_config``, and are read in both places."""
 
 
 def check_counts(hf: Mapping[str, Any], tensors: int = 0) -> None:
@@ -280,7 +280,7 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
 
 
 def flat_rope(hf: Mapping[str, Any], theta: float) -> dict[str, Any]:
-    """Convert a config.json whose ``rope_parameters`` has an object for each layer type to the older format.
+    """Convert a config.json from separate ``rope_parameters`` for each layer type to the older format.
 
     The rope parameters of full attention become ``rope_theta`` and ``rope_scaling``, and the base of sliding attention
     becomes ``rope_local_base_freq``. The key ``original_max_position_embeddings`` at the top level is dropped. If
@@ -322,7 +322,10 @@ def flat_rope(hf: Mapping[str, Any], theta: float) -> dict[str, Any]:
 
 
 def renaming(names: Mapping[str, str]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Return a function that renames the keys in ``names``, for ``from_json`` or ``to_json`` of `CheckpointFormat`."""
+    """Return a function that renames keys of a config.json, for ``from_json`` or ``to_json`` of `CheckpointFormat`.
+
+    ``names`` maps old keys to new keys.
+    """
     return lambda settings: {names.get(key, key): value for key, value in settings.items()}
 
 

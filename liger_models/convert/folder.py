@@ -158,7 +158,10 @@ def _wait_for(lock: int, folder: Path) -> None:
 
 
 def _exchange(new: Path, folder: Path, ours: set[str]) -> bool:
-    """Exchange two folders in one step, keeping other files. If this is impossible, change nothing and return False."""
+    """Exchange two folders in one step. If this is impossible, change nothing and return False.
+
+    Files in ``folder`` whose names are not in ``ours`` are kept: they are also in the new folder after the exchange.
+    """
     # Link the other files into the new folder.
     try:
         rename = ctypes.CDLL(None).renameat2

@@ -12,7 +12,8 @@ class MTPFormat:
     """Where a checkpoint stores the multi-token prediction block, which `liger_models.adapters.LigerMTP` trains.
 
     Attributes:
-        sizes: fields of a config that describes a model with only this block.
+        sizes: fields that are replaced in the model's config to describe a model with only this block, such as the
+            number of layers.
         prefix: prefix of all tensors.
         block: prefix of the tensors in the block's decoder layers. ``{}`` stands for the number of a layer in the
             block.
@@ -32,7 +33,7 @@ DEEPSEEK_IGNORED_KEYS = (
     "aux_loss_alpha", "ep_size", "moe_layer_freq", "qk_head_dim", "scoring_func", "seq_aux",
     "output_router_logits",  # there is no load-balancing loss
 )  # fmt: skip
-"""Keys for DeepSeek's own code or for training the router, which no DeepSeek model in transformers reads."""
+"""Keys that no DeepSeek model in transformers reads: they are for DeepSeek's own code or for training the router."""
 
 
 def deepseek_mtp(config: Any, **sizes: Any) -> MTPFormat:

@@ -55,10 +55,12 @@ ARCHITECTURES = {
 """Maps each ``model_type`` that `save_gguf` can write to its name in ``gguf.MODEL_ARCH``."""
 
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
-"""If a model has this number of layers, llama.cpp scales attention scores by (C / H)^-0.5 instead of D^-0.5."""
+"""Maps a ``model_type`` to the number of layers of its 27B model. If a model has this number of layers, llama.cpp
+scales attention scores by (hidden size / number of heads)^-0.5 instead of (head size)^-0.5.
+"""
 
 _PERIOD = {"gemma2": 2, "gemma3_text": 6}
-"""In llama.cpp, one layer in each group of this many layers has no attention window."""
+"""Maps a ``model_type`` to a number n. In llama.cpp, one of every n layers has no attention window."""
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -83,7 +85,7 @@ PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool], str] = {
     (("ByteLevel",), False): "gpt-2",
     (("Digits", "ByteLevel"), False): "smollm",
 }
-"""Maps pairs (steps that split a text, whether words in the vocabulary ignore merges) to llama.cpp's pre-tokenizers."""
+"""Maps (steps that split a text, ``ignore_merges`` of the BPE model) to llama.cpp's name for the pre-tokenizer."""
 
 PROBE = (
     "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶\u200d🌫️ (multiple emojis concatenated) ✅ 🦙🦙 "
@@ -91,7 +93,7 @@ PROBE = (
     "?我想在apple工作1314151天\uff5e ------======= нещо на Български ''''''```````\"\"\"\"......!!!!!!?????? "
     "I've been 'told he's there, 'RE you sure? 'M not sure I'll make it, 'D you like some tea? We'Ve a'lL"
 )
-"""The text whose tokens identify the pre-tokenizer of a released model, also in llama.cpp's converter."""
+"""A text whose token ids identify the pre-tokenizer of a released model. llama.cpp's converter uses the same text."""
 
 RELEASED = {
     "0ef9807a4087ebef797fc749390439009c3b9eda9ad1a097abbe738f486c01e5": "llama-bpe",
@@ -476,7 +478,7 @@ def _write(
     # The header comes first and has the shape of every tensor.
     extra = _extra_tensors(config)
     shapes = {**extra, **stored.shapes(torch.float32)}
-    encodings = {}  # theirs -> the type
+    encodings = {}  # name in the checkpoint -> data type
     for theirs, tensor in shapes.items():
         name = theirs if theirs in extra else names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         if name is None:

@@ -458,7 +458,7 @@ def of_whole_model(stored: Mapping[str, StoredTensor], maps: Sequence[WeightMap]
 
 
 def _wider(dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of the parameters in `Layer.wide` for a model whose other parameters are in ``dtype``."""
+    """Return the dtype, at least fp32, of the parameters in `Layer.wide`. All other parameters are in ``dtype``."""
     return torch.promote_types(dtype or torch.float32, torch.float32)
 
 

@@ -146,7 +146,7 @@ class _Contents(NamedTuple):
     quantization: dict[str, Any]
 
     def named(self, gathered: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and tensors of the checkpoint, first those computed from ``gathered``, then ``kept``."""
+        """Yield the checkpoint's tensors by name: first the tensors computed from ``gathered``, then ``kept``."""
         return itertools.chain(self.stored.unpack(gathered, dtype), self.kept.items())
 
 
@@ -156,7 +156,7 @@ def _contents(
     mxfp4: str | os.PathLike[str] | None,
     parameters: Mapping[str, Tensor] | None,
 ) -> _Contents:
-    """Return the tensors to write: dense, quantized as they were read, or encoded in MXFP4 with given scales."""
+    """Return the tensors to write: dense, quantized as they were read, or in MXFP4 with the scales of ``mxfp4``."""
 
     def of_model(weights: WeightMap) -> WeightMap:
         return weights if model.has_head else weights.of_body()

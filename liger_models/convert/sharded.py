@@ -65,7 +65,8 @@ def gather_to(rank: int, tensor: "DTensor") -> Tensor | None:
             sends nothing.
 
     Returns:
-        The unsharded tensor on the device of the mesh; None on the other ranks, which need no memory for it.
+        On ``rank``, the unsharded tensor on the device of the mesh. On all other ranks, which need no memory for it,
+        None.
     """
     mesh, me = tensor.device_mesh, dist.get_rank()
     shard = tensor.to_local().detach().to(mesh.device_type).contiguous()

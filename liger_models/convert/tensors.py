@@ -242,7 +242,8 @@ class CheckpointTensors(NamedTuple):
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
 
     def narrowed(self, model: Decoder) -> "CheckpointTensors":
-        """Return a copy of this object that stores parameters in `Layer.wide` in their dtypes in the checkpoint.
+        """Return a copy of this object in which the parameters of `Layer.wide` get the dtypes that they have in the
+        checkpoint.
 
         A parameter is stored in its checkpoint dtype only under two conditions: all parameters outside of `Layer.wide`
         have this dtype, and this dtype represents all values of the parameter exactly. If the model was not trained,
@@ -306,7 +307,7 @@ class CheckpointTensors(NamedTuple):
                     yield values.pop(0)
 
     def _sharded_as(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the tensors that must be gathered before the value of a parameter can be computed."""
+        """Return the tensors from which the value of a parameter is computed, and which must be gathered first."""
         layer, weight = self.adapted.get(name), self.frozen.get(name)
         if layer is not None:
             attribute = name.rpartition(".")[2]
@@ -462,7 +463,7 @@ def as_stored(
 
 
 class _AdaptedWeight(nn.Module):
-    """A module whose forward computes a parameter with adapters, so that `functional_call` can be used."""
+    """A module whose forward computes a parameter with adapters, so that `functional_call` can replace its shards."""
 
     def __init__(self, layer: Layer, name: str, merge: bool) -> None:
         super().__init__()

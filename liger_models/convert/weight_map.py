@@ -36,7 +36,7 @@ class Expression(ABC):
     """A function that computes one of our tensors from the checkpoint's tensors, and the inverse function."""
 
     by_rows = False
-    """Whether row ``i`` of our tensor consists of row ``i`` of each checkpoint tensor."""
+    """Whether row ``i`` of our tensor consists of the elements in row ``i`` of each checkpoint tensor."""
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -200,7 +200,7 @@ class Split(Expression):
 
 
 class Renamed(Expression):
-    """An expression whose tensors have other names in the checkpoint.
+    """An expression whose tensors are renamed: ``names`` gives their names in the checkpoint.
 
     Args:
         child: the expression.
@@ -464,7 +464,8 @@ def mixtral_mlps(config: Any, name: str, *, fused: bool) -> dict[str, Expression
 
 
 MIXTRAL_LAYOUTS = (("mlp", True), ("mlp", False), ("block_sparse_moe", True))
-"""Arguments ``name`` and ``fused`` of `mixtral_mlps` for checkpoints that transformers 5 writes, tried in this order.
+"""Arguments ``name`` and ``fused`` of `mixtral_mlps` for checkpoints that transformers 5 writes. They are tried in
+order.
 
 The first layout differs from Mixtral's released layout in both arguments. Each of the other two layouts differs in one
 argument.

@@ -55,7 +55,7 @@ class AnswerEncoder(Encoder):
                 continue
             except ValueError as error:
                 raise ValueError(f"{where}: {str(error).removeprefix(where).lstrip(',: ')}") from error
-            # Both answers have the same images, so these are stored only with the first answer.
+            # Both answers have the prompt's images, so the images are stored only with the first answer.
             for number, (prompt, answer, media) in enumerate(answers):
                 yield Document(array("i", [*(~token for token in prompt), *answer]), () if number else media)
             if has_label:
@@ -195,7 +195,7 @@ class AnswerDataset(PackedDataset):
             raise ValueError("AnswerDataset: the source must have a length, got a stream. Save it as a file.")
 
     def _notes(self) -> list[str]:
-        """Return notes that count the examples left out, the sequences cut, and the pairs with equal answers."""
+        """Return notes: how many examples are left out, sequences are cut, and pairs have equal answers."""
         parts: Any = getattr(self.rows, "parts", [self.rows])
         sizes = [part.tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).view(-1, 2) for part in parts]
         left_out = sum(len(size) - len(part.kept) for part, size in zip(parts, sizes, strict=True))

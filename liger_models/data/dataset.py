@@ -273,7 +273,7 @@ class PackedDataset(IterableDataset[Batch]):
         return "\n".join([f"{self._count():,} examples, {listed}", shown, *self._notes()])
 
     def _notes(self) -> list[str]:
-        """Return `describe`'s notes about examples that are changed or left out."""
+        """Return notes, for `describe`, about the examples that are changed or left out."""
         parts: Any = getattr(self.rows, "parts", [self.rows])
         longer, total = sum(part.longer for part in parts), sum(int(part.tokens.documents) for part in parts)
         counts = [part.count_without_targets() for part in parts]
@@ -303,7 +303,7 @@ class PackedDataset(IterableDataset[Batch]):
         return self.per_example
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration over the data set run epoch ``epoch``. A loaded position in this epoch is kept."""
+        """Let the next iteration over the data set yield epoch ``epoch``. A loaded position in this epoch is kept."""
         if epoch != self.epoch or self._is_finished():
             self.epoch, self._loaded = epoch, False
             self._rewind()

@@ -43,7 +43,7 @@ class Format(NamedTuple):
         optional: other columns that are read if they exist.
         convert: function that converts a record to an example with ``messages``, or with ``prompt`` and
             ``completion``. None if a record already has this form.
-        todo: advice in the error message if a record has this format but the format is not allowed.
+        todo: advice for the error message about a record that has this format although the format is not allowed.
     """
 
     columns: tuple[str, ...]
@@ -129,7 +129,7 @@ def _from_alpaca(where: str, record: Columns, chat: bool) -> Columns:
 
 
 def _from_preference(where: str, record: Columns, chat: bool) -> Columns:
-    """Return a pair in TRL's form: ``prompt``, ``chosen`` and ``rejected`` are all texts or all messages."""
+    """Return a pair in TRL's form: ``prompt``, ``chosen`` and ``rejected``, which are all texts or all messages."""
     pair = _only(record, "prompt", *ANSWERS, *_TEMPLATE)
     for name in ANSWERS:
         answer = pair[name]

@@ -86,10 +86,11 @@ def _take(batches: Iterator[Any]) -> Any:
 
 
 def _begin_worker(_: int) -> None:
-    """Ignore Ctrl-C and SIGTERM in a worker, so that only the main process handles these signals.
+    """Prepare a worker: it ignores Ctrl-C and SIGTERM, so that only the main process handles these signals.
 
     These signals reach all processes if the terminal, the command ``timeout``, SLURM or systemd sends them. Workers end
-    when the main process ends. A worker that decodes images reuses the memory of decoded images for later images.
+    when the main process ends. If the data have images, this function also makes the worker reuse the memory of decoded
+    images for later images.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

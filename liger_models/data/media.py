@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 Sampled = Callable[[int, float, float | None], list[int]]
-"""The type of `Processor.sampled`."""
+"""The type of `Processor.sampled`, which chooses the frames of a video."""
 Columns = Mapping[str, Sequence[Any]]
 """Maps each kind of media to the images that an example has in separate columns, such as ``images``."""
 
@@ -31,7 +31,7 @@ class BrokenMediaError(ValueError):
     """Raised for an image or a video that is missing or cannot be decoded.
 
     Args:
-        message: the error.
+        message: the error message.
         file: the file of the image; None if the image is not in a file.
     """
 
@@ -400,7 +400,7 @@ class MediaReader:
 
 
 def take(where: str, kinds: Sequence[str], columns: Columns) -> list[Any]:
-    """Return an image for each place in an example: the next image in the column of the place's kind.
+    """Return the images for the places in an example. Each place gets the next image in the column of the place's kind.
 
     Args:
         where: where the example is, for errors.

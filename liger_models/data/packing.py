@@ -97,7 +97,7 @@ def _best_fit(sizes: list[int], capacity: int) -> tuple[list[int], list[int]]:
             if not rows:
                 del rows_with[room], rooms[fullest]
             room -= size
-        # List the row under the room that it has now. A full row takes no more pieces.
+        # List the row under the number of free tokens that it has now. A full row takes no more pieces.
         row_of.append(row)
         if room >= smallest:
             if room in rows_with:
@@ -132,7 +132,7 @@ def _index_dtype(count: int) -> torch.dtype:
 
 
 class PackedRows(Dataset[Batch]):
-    """The rows of an epoch, in order. Each row is a batch with one row. `PackedDataset` creates it.
+    """The rows of an epoch, in order, each as a batch with one row. `PackedDataset` creates this sequence.
 
     Args:
         tokens: the documents.
@@ -214,7 +214,7 @@ class PackedRows(Dataset[Batch]):
         self.epoch = epoch
 
     def _pack(self) -> tuple[Tensor, Tensor]:
-        """Return the indices of the pieces, row after row, and the position after each row's last piece. Cached."""
+        """Return the (cached) indices of the pieces, row after row, and the position after each row's last piece."""
         if self._packed is None:
             count = len(self._sizes)
             generator = seeded_generator(self.seed, self.epoch)

@@ -51,7 +51,8 @@ class TextMaker(Protocol):
     """Creates the texts of examples, as token ids. Two objects with equal fields create the same texts."""
 
     by_document: bool
-    """Whether an example has one text per document, with a score. Otherwise, the query and each document have a text.
+    """Whether an example has one text per document, with a score. Otherwise, it has a text for the query and for each
+    document.
     """
 
     def __call__(self, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> list[list[Tensor]]:
@@ -98,7 +99,7 @@ def read_pair(where: str, record: Mapping[str, Any], format: str) -> Pair:
             check_characters(where, negative)
             documents.append(negative)
 
-    # The score of a single document may mean that the document is negative.
+    # If there is a single document with a score, the document may be a negative one.
     score = next((name for name in SCORE if isinstance(record.get(name), int | float)), None)
     if score is not None and len(documents) == 1:
         raise ValueError(

@@ -91,7 +91,7 @@ def find_files(source: Any) -> Any:
 
 
 def _kind(path: PurePath) -> str:
-    """Return the suffix that determines how to read a file, without the suffix of the compression."""
+    """Return the suffix that determines how to read a file. The suffix of a compressed file (.gz) is skipped."""
     return PurePath(path.name.lower().removesuffix(GZIP)).suffix
 
 

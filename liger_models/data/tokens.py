@@ -311,7 +311,7 @@ def _newest(first: Path) -> Path:
 
 
 def _following(folder: Path) -> Path:
-    """Return the folder for the next tokenization of the same source.
+    """Return the folder for the next tokenization of the source whose tokens are in ``folder``.
 
     The new folder has the same parent as ``folder``, and its name is NAME.1, NAME.2, ...
     """

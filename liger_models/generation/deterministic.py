@@ -18,7 +18,7 @@ from liger_models.layers.recompute import is_compiled
 
 @contextmanager
 def deterministic_forward(model: Decoder) -> Iterator[None]:
-    """Context manager that makes each row's result bitwise identical to the result of a forward of this row alone.
+    """Context manager within which a forward gives each row the same bits as a forward of this row alone.
 
     If weights, dtype, device and software versions are the same, the log-probabilities of a forward in this context are
     bitwise identical to the log-probabilities from ``rollout(..., deterministic=True)``. The log-probabilities may come

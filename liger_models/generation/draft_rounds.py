@@ -54,13 +54,14 @@ class DraftBlock(Protocol):
         """Return inputs of the head, [B, T, C], from which the head predicts the token two positions after each token.
 
         Args:
-            hidden: [B, T, C], the inputs of the head, from which the model chose each token's next token.
+            hidden: [B, T, C], the model's inputs of the head. From the input at a token, the model chose the next
+                token.
             ahead: [B, T, C], for each token, the embedding of the next token.
             layout: layout of the batch, with a cache to which the block appends.
         """
 
     def draft(self, hidden: Tensor, tokens: Tensor, layout: BatchLayout) -> Tensor:
-        """Like `predict`, but without gradients, and with the ids [B, T] int64 of the next tokens."""
+        """Like `predict` without gradients. ``tokens`` [B, T] int64 are the ids of the next tokens, not embeddings."""
 
     def modules(self) -> Any:
         """Return all modules of the block."""
@@ -73,8 +74,8 @@ class Round(NamedTuple):
         tokens: [rows, k + 1] int64, the new tokens, followed by arbitrary tokens.
         log_probs: [rows, k + 1] fp32, log-probabilities of the tokens under the model's own distribution.
         counts: [rows] int64, the number of new tokens of each row.
-        experts: [rows, k + 1, L, K] int16, the experts that the model chose for the last token before the round and
-            for the drafts; None if experts are not recorded.
+        experts: [rows, k + 1, L, K] int16, the experts that the model chose for the row's last token before the round
+            and for the drafts. None if experts are not recorded.
     """
 
     tokens: Tensor
@@ -133,9 +134,9 @@ class DraftRound:
         self._stops = torch.full((rows, stops), -1, device=device)
         self._ahead = torch.arange(num_drafts + 1, device=device)
 
-        # The scores from which the drafts were drawn, [rows, k, V], and the log-probabilities of the drafts,
-        # [rows, k]. The first drafts are always token 0. The random numbers are seeds for the tokens, followed by
-        # seeds for the drafts.
+        # The scores from which the drafts were drawn, [rows, k, V], and the log-probabilities of the drafts, [rows, k].
+        # The very first drafts are token 0. The random numbers are seeds for the tokens, followed by seeds for the
+        # drafts.
         self._proposed: Tensor | None = None
         if sampler.settings.do_sample and not seeded:
             self._proposed = torch.full((rows, num_drafts, vocab_size), -torch.inf, dtype=torch.float32, device=device)
@@ -267,9 +268,9 @@ class DraftRound:
 
 @torch.no_grad()
 def with_layers_of(block: DraftBlock, cache: DecodeCache, prompt: Any) -> DecodeCache:
-    """Return a cache that holds the first token of ``prompt``.
+    """Return a decode cache with the layers of both the model and the block, filled with the first token of ``prompt``.
 
-    It has the layers of ``cache`` and the layers of the block.
+    `rollout` reads from it what each layer caches. The model's layers come from ``cache``.
     """
     model, joined = block.model, DecodeCache(1)
     embeds, layout = model.prepare(torch.tensor([prompt[:1]], device=model.device), cache=joined)

@@ -120,7 +120,7 @@ def read_routing(
 
 
 def select_routing(model: Decoder, experts: Tensor) -> Tensor:
-    """Return the experts of layers with routed experts. A token without K different experts in a layer gets −1 there.
+    """Drop the entries of blocks without routed experts. If a token lacks K different experts in a layer, set −1 there.
 
     Args:
         model: a model with H blocks, L layers with routed experts and K experts for each token.

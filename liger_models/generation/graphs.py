@@ -49,7 +49,7 @@ FIRST_TOKENS = 2048
 """Number of new tokens per row for which a step initially has room. When the room is used up, it is doubled."""
 
 EVERY_BATCH = 16
-"""Numbers of rows are rounded up: to a power of two up to this limit, and to a multiple of this limit above it."""
+"""A number of rows up to this limit is rounded up to a power of two, and a larger number to a multiple of the limit."""
 
 _kept: WeakKeyDictionary[nn.Module, list["DecodeStep"]] = WeakKeyDictionary()
 
@@ -135,7 +135,7 @@ def last_logits(model: Decoder, ids: Tensor, **options: Any) -> Tensor:
 
 
 class DecodeStep:
-    """The forward of one token per row. The second call captures it as a CUDA graph.
+    """The forward of one token per row. The second call captures this forward as a CUDA graph.
 
     The first call is an ordinary forward, which compiles kernels and lets libraries allocate their memory. If a step
     with the same shapes has run before, even the first call is captured.
@@ -160,7 +160,7 @@ class DecodeStep:
         self.cache, self.captured, self.model_state = cache, captured, model_state
         self.records_routing, self.returns_hidden = records_routing, returns_hidden
         self.derived = DerivedTensors()
-        """Tensors that a captured step reads in addition to the parameters and the cache."""
+        """The tensors derived from weights that a captured step reads in addition to the parameters and the cache."""
         self.routed_experts: Tensor | None = None
         """The experts that the last step chose, [rows, L, K] int16. The next step may overwrite this tensor."""
         rows, device = cache.rows, cache.lengths.device
@@ -292,7 +292,7 @@ class DecodeStep:
         return logits[:B]
 
     def _kind(self) -> Hashable:
-        """Return everything that the shapes of the step depend on, except the model."""
+        """Return everything, apart from the model, that determines the shapes of the step."""
         cache, dims = self.cache, None if self._positions is None else self._positions.dim()
         return type(cache), cache.rows, cache.capacity, dims, self.records_routing, self.returns_hidden
 
@@ -342,8 +342,9 @@ class DecodeStep:
 
 @contextmanager
 def borrow_step(model: Decoder, state: ModelState, B: int, tokens: int) -> Iterator[DecodeStep]:
-    """Context manager that yields a step for B rows of up to ``tokens`` tokens each: a step that an earlier call has
-    kept, or a new step.
+    """Context manager that yields a step for B rows of up to ``tokens`` tokens each.
+
+    The step was kept by an earlier call or, if no kept step is large enough, is new.
 
     Args:
         model: the model. The step is kept for later calls if the model is on one GPU and no module is in training

@@ -55,7 +55,7 @@ def next_logits(
     dynamic = [module.max_position_embeddings for module in rotary if isinstance(module.scaling, DynamicScaling)]
 
     def run(first: int, end: int, every: int, forward: Callable[..., Tensor], **options: Any) -> Tensor:
-        """Return the logits [B, V] after column ``end − 1``.
+        """Return the logits [B, V] of the token after column ``end − 1``.
 
         In each group of ``every`` consecutive rows, only the first row is computed. The other rows of the group get a
         copy of its logits.

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 STEPS_AHEAD = 2
-"""Number of steps that `generate` launches after a step before it reads whether this step has ended all rows.
+"""Number of steps that run ahead: `generate` launches this many further steps before it reads whether a step ended all
+rows.
 
 If the host read each step before it launched the next step, the GPU would be idle between steps.
 """
@@ -135,8 +136,9 @@ def stream(
     """Generate continuations of prompts, and yield the new tokens of each step.
 
     Args:
-        model, input_ids, max_new_tokens, options: see `generate`. They are checked when this function is called. Only
-            whether ``draft_model`` supports the options is checked later, when the first token is requested.
+        model, input_ids, max_new_tokens, options: see `generate`. All arguments are checked when this function is
+            called, with one exception: whether ``draft_model`` supports the options is checked when the first token is
+            requested.
 
     Returns:
         An iterator over the new tokens, [B] int64 for each step. The model is in eval mode only while a step is
@@ -162,8 +164,8 @@ def _tokens(model: Decoder, settings: Settings, steps: Iterator[Step]) -> Iterat
 def steps_ahead(device: torch.device, settings: Settings) -> int:
     """Return how many further steps `generate` may launch before it notices that all rows have ended.
 
-    The number is 0 if the user has passed a cache, a ``logits_processor`` or stop strings, because further steps would
-    affect them.
+    The number is 0 if the user has passed a cache, a ``logits_processor`` or stop strings: steps after the end would
+    write to the cache and call the user's functions.
     """
     noticed = settings.cache is not None or settings.logits_processor or settings.stop_strings is not None
     return 0 if noticed or device.type not in ACCELERATORS else STEPS_AHEAD
@@ -194,7 +196,7 @@ def run_steps(
         logprobs: whether to compute log-probabilities.
         returns_logits: whether each step includes its logits.
         copies_tokens: whether to start a copy of each step's tokens to the host.
-        ahead: number of steps to launch after a step before the host reads whether this step has ended all rows.
+        ahead: number of further steps to launch before the host reads whether a step has ended all rows.
     """
     run_preparing_hooks(model)
     T, repeats = prompts.shape[1], settings.num_return_sequences

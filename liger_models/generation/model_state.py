@@ -26,14 +26,14 @@ VALUES = bool, int, float, str, type(None)
 PLAIN = Tensor, nn.Parameter
 """Types of tensors that have their own memory. Tensors of subclasses may have none."""
 OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""Names of the attributes that every module has. Most of them are empty containers for hooks."""
+"""Names of the attributes that `nn.Module` itself gives every module. Most of them are empty containers for hooks."""
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 _states: WeakKeyDictionary[nn.Module, "ModelState"] = WeakKeyDictionary()
 
 
 def state_of(model: Decoder) -> "ModelState":
-    """Return the state of a model: the same object as in an earlier call if `describe` returns the same result."""
+    """Return the state of a model: always the same object, until the result of `describe` changes."""
     modules, state = modules_of(model), _states.get(model)
     if state is None or state.has_changed(modules):
         description = describe(model)
@@ -80,7 +80,7 @@ class ModelState:
         """A cache of a single token, with tensors on the meta device; None until a rollout has run a token."""
 
     def add_step(self, kind: Hashable) -> None:
-        """Record that a step has run, which means that its kernels are compiled.
+        """Record that a step of this kind has run, so its kernels are compiled.
 
         The kind determines the shapes of the step.
         """

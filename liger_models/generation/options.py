@@ -23,7 +23,7 @@ from liger_models.layers.kv_cache import DecodeCache
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
-"""``(input_ids [B, T], logits [B, V]) -> logits [B, V]``."""
+"""A function that changes the logits of the next token: ``(input_ids [B, T], logits [B, V]) -> logits [B, V]``."""
 
 DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 """Options that have an effect only with ``do_sample``."""
@@ -61,7 +61,9 @@ IDLE = {
     "num_beams": 1, "num_return_sequences": 1, "guidance_scale": 1, "encoder_repetition_penalty": 1, "penalty_alpha": 0,
     "min_length": 0, "encoder_no_repeat_ngram_size": 0,
 }  # fmt: skip
-"""Maps further keys to values that have no effect. Null, false and empty values have no effect either."""
+"""Maps further keys of generation_config.json to the value with which the key has no effect. Null, false and empty
+values never have an effect.
+"""
 
 
 class Range(NamedTuple):

@@ -29,7 +29,7 @@ MOST_GRAPHS = 8
 """Maximum number of prompt graphs that a step keeps."""
 
 SHORTEST = 16
-"""Short prompts are padded to a multiple of this many tokens, and long prompts to a multiple of more tokens."""
+"""Short prompts are padded to a multiple of this number of tokens, long prompts to a multiple of a larger number."""
 
 
 class PromptBatch:
@@ -46,13 +46,14 @@ class PromptBatch:
         B, T = ids.shape
         self.is_whole = attention_mask is None and length == T
         """Whether no row has padding."""
-        if self.is_whole:  # copies, because a graph captured later writes other prompts to them
+        if self.is_whole:  # copies, because other prompts are written to them if a graph is captured
             self.ids, self.positions, self.last = ids.clone(), positions.clone(), ids.new_full((B,), T - 1)
             return
         column = torch.arange(length, device=ids.device)
         lengths = ids.new_full((B,), T) if attention_mask is None else (attention_mask != 0).sum(1)
         self.last = lengths - 1  # the column of each row's last token, [B] int64
-        # The column that each token had before padding was moved. For padding on the right, the last token's column.
+        # The column that each token had before its row's padding was moved to the right. For padding, this is the
+        # column of the row's last token.
         before = (column + T - lengths[:, None]).clamp_max(T - 1)  # [B, length]
         self.ids = ids.gather(1, before).masked_fill(column > self.last[:, None], 0)
 

@@ -10,7 +10,7 @@ the length of the cache are not cached yet."""
 
 
 def cut_to_prefix(cache: DecodeCache, prompts: Tensor) -> None:
-    """Shorten a cache to the leading columns that have the same tokens as the prompts.
+    """Shorten a cache to its longest prefix of columns whose tokens equal the tokens of the prompts.
 
     The last column of the prompts is never kept, because its logits must be computed. If the padding of a row has
     changed, no column is kept. This function synchronizes with the device.

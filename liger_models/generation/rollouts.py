@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 FREE_SHARE = 0.5
 """Default upper bound for the size of the cache, as a fraction of an accelerator's free memory."""
 CHUNK_SIZE, ROUNDS_PER_READ = 8192, 4
-"""The values of `rollout`'s options ``chunk_size`` and ``steps_per_read`` that `drafted_steps` uses."""
+"""The values that `drafted_steps` uses for ``chunk_size`` and ``steps_per_read``, two arguments of `rollout`."""
 HOST_BYTES = 2**31
 """Default upper bound for the size of the cache, in bytes, on devices whose free memory is unknown."""
 
@@ -294,7 +294,7 @@ def _num_new(row: Row) -> int:
 def _column(
     rows: Sequence[Row], completions: Sequence[Completion | None], column: int, padding: int
 ) -> tuple[list[int], list[bool], list[float]]:
-    """Return the token at ``column``, whether the row has stopped, and the log-probability, as lists over the rows."""
+    """Return lists over the rows: the token at ``column``, whether the row has stopped, and the log-probability."""
     tokens, ended, log_probs = [], [], []
     for row, completion in zip(rows, completions, strict=True):
         has_token = column < _num_new(row)

@@ -118,8 +118,10 @@ class Rows:
         return self._all_ended
 
     def read_later(self) -> Callable[[], bool]:
-        """Start to copy to the host whether every row has ended. The returned function waits for this copy, and returns
-        the answer."""
+        """Start to copy to the host whether every row has ended.
+
+        Returns a function that waits for the copy, and returns whether every row has ended.
+        """
         if self._all_ended is not None or self.ended.device.type not in ACCELERATORS:
             known = self.all_ended()
             return lambda: known

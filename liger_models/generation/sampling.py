@@ -102,7 +102,7 @@ class Sampler:
 
     @property
     def restricts(self) -> bool:
-        """Whether `restrict` does more than cast the logits to fp32."""
+        """Whether any option restricts sampling, so that `restrict` does more than cast the logits to fp32."""
         settings = self.settings
         if not settings.do_sample:
             return False
@@ -194,7 +194,7 @@ def token_mask(tokens: Tensor, vocab_size: int) -> Tensor:
 
 
 def completing(context: Tensor, words: Tensor, vocab_size: int) -> Tensor:
-    """Return [B, V] bool: whether each token of the vocabulary would complete a word at the end of a row.
+    """Return [B, V] bool: whether each token of the vocabulary would complete one of the ``words`` in a row.
 
     Args:
         context: [B, T] int64, the tokens so far, with −1 for padding.
@@ -321,7 +321,8 @@ def keep_eta(logits: Tensor, epsilon: float) -> Tensor:
 def _running_sums(share: Tensor, bound: float) -> tuple[Tensor, float]:
     """Return the cumulative sums of probabilities [B, V] fp32, and ``bound``.
 
-    If results must be deterministic, the sums and ``bound`` are integers, in units of 2⁻⁵³.
+    The sums can be compared with the returned ``bound``. If results must be deterministic, both are integers, in units
+    of 2⁻⁵³.
     """
     # On a GPU, only the integer cumsum is deterministic, and float sums depend on the number of rows.
     if torch.are_deterministic_algorithms_enabled() or is_batch_invariant():

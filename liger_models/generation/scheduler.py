@@ -154,8 +154,10 @@ class Scheduler:
     # Methods that start rows.
 
     def _admit(self) -> None:
-        """Move rows from the queue to the running rows, as long as a free page remains for each running row that will
-        need another page."""
+        """Move rows from the queue to the running rows.
+
+        Enough pages must remain free to give another page to each running row that will need one.
+        """
         while self.waiting and self.free_slots:
             # If a row with the same prompt is running, the new row shares the full pages of this prompt.
             row = self.waiting[0]
@@ -187,8 +189,8 @@ class Scheduler:
     def _prefill(self) -> None:
         """Compute the uncached prompts of running rows.
 
-        If these prompts are short in total and more rows are queued, do nothing, so that a later call computes them
-        together with more prompts.
+        If these prompts have few tokens in total and more rows are queued, do nothing. A later call then computes them
+        together with the prompts of more rows.
         """
         self._copy_prompts()
         new = [row for row in self.running if not row.is_ready]
@@ -200,9 +202,7 @@ class Scheduler:
             self._copy_prompts()
 
     def _choose_chunk(self, rows: list[Row]) -> list[tuple[Row, int]]:
-        """Return the rows of the next forward, as pairs.
-
-        A pair consists of a row and the position before which the row's part of the forward ends.
+        """Return the rows of the next forward, as pairs (row, end): the forward runs the row's tokens before ``end``.
 
         The result contains either several rows with whole prompts, or one row with a chunk of its prompt.
         """
@@ -298,7 +298,7 @@ class Scheduler:
             # A round with drafts also writes the keys of drafts that it does not accept.
             length = min(row.cached + (self.steps_per_read + 1) * self.width - 1, row.end - 1)
 
-            # The row that started last may be this row itself, which then waits again.
+            # The row that is put back may be the row that needs pages. It then waits in the queue again.
             while row.slot >= 0 and (count := self._pages_for(length) - len(row.pages)) > self.pool.num_free:
                 last = self.running[-1]
                 self._remove(last)

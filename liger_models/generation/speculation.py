@@ -33,7 +33,7 @@ class Draft(Protocol):
         """Return the logits [B, V] for proposal ``index``, the token after the first ``end`` columns of ids [B, S]."""
 
     def keep(self, length: int, hidden: Tensor | None) -> None:
-        """Discard the columns from ``length`` on.
+        """Keep the first ``length`` columns, and discard all proposals after them.
 
         The last column that remains holds tokens that the model chose from the hidden states ``hidden`` [B, C].
         """
@@ -75,7 +75,8 @@ class Columns:
         self.derived = DerivedTensors()
 
     def most(self, end: int, count: int) -> int:
-        """Return how many of the next ``count`` columns can run in the same forward as the columns before ``end``.
+        """Return how many of the ``count`` columns from ``end`` on can run in the same forward as the columns before
+        ``end``.
 
         Before the first forward, which runs only the prompts, the result is 0. All columns of a forward use the rotary
         frequencies of the forward's last column. Therefore, a forward must not cross a column at which the frequencies

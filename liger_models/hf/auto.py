@@ -49,7 +49,8 @@ def _class_of(arch: type[CausalLM], model_type: str) -> type[LigerForCausalLM]:
         "__module__": MODULE,
         "config_class": config_class(model_type),
     }
-    # For families with images, the forward's signature names the image inputs, and the towers can be called separately.
+    # For families with images, the forward's signature names the image inputs, and ``get_image_features`` and
+    # ``get_video_features`` run only the towers.
     if arch.prompt_inputs:
         members["forward"] = _forward_with(arch.prompt_inputs)
         members["input_modalities"] = ("image", "text")
@@ -117,7 +118,7 @@ def _features_of(self: LigerForCausalLM, *inputs: Tensor, **named: Tensor) -> Ba
         inputs, named: the pixels, and the tensors that describe them, such as grid sizes; the same as in the forward.
     """
     decoder: Any = self.model.decoder
-    # Videos are images with several frames, under other names.
+    # A video is an image with several frames, but the names of its inputs differ.
     names = {"pixel_values_videos": "pixel_values", "video_grid_thw": "image_grid_thw"}
     tokens = decoder.image_features(*inputs, **{names.get(name, name): value for name, value in named.items()})
     return BaseModelOutputWithPooling(pooler_output=tokens)

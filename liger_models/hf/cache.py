@@ -52,7 +52,7 @@ class LigerCache(Cache):
     def fill_later(self, fill: Callable[[], DecodeCache]) -> None:
         """Register ``fill``, which is called when the cache is first used.
 
-        The cache that ``generate`` returns is seldom used.
+        The cache that ``generate`` returns is seldom used, so computing it at once would usually be wasted work.
         """
         self._fill = fill
 
@@ -102,7 +102,7 @@ class LigerCache(Cache):
 
     @property
     def layers(self) -> list[Any]:
-        """For each layer, a cache layer of transformers with views of the layer's keys and values, [B, G, S, D].
+        """One cache layer of transformers for each layer of the model, with views of its keys and values, [B, G, S, D].
 
         Do not write to the views. A ``DummyLayer`` stands for a layer of linear attention. In a layer of latent
         attention, the key of a token is its row of latents, and the values have width 0.
@@ -143,7 +143,7 @@ class LigerCache(Cache):
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of keys for ``query_length`` new queries, and the index of the first key."""
+        """Return the number of keys for ``query_length`` new queries, and the index of the first of these keys."""
         return self.decode.length + query_length, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -54,7 +54,7 @@ _IGNORED = [
 
 
 class Mismatch(NamedTuple):
-    """A tensor with different shapes in a checkpoint and in the model, in the form in which transformers reports it."""
+    """A tensor whose shape in a checkpoint differs from its shape in the model, in transformers' form for reports."""
 
     name: str
     stored: tuple[int, ...]
@@ -233,7 +233,7 @@ class Loading:
         dtype: torch.dtype | str | None,
         device: torch.device,
     ) -> Any:
-        """Build a model from the tensors of a state dict, with the dtype of the tensors unless ``dtype`` is given."""
+        """Build a model from the tensors of a state dict, in ``dtype`` or, if it is None, in the tensors' dtype."""
         floats = (tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point())
         stored = next(floats, torch.float32)
         target = stored if dtype in (None, "auto") else as_dtype("from_pretrained: dtype", dtype)
@@ -330,8 +330,7 @@ class Checkpoint(Loading):
     def _without_tensors(
         self, folder: str | os.PathLike[str], is_main_process: bool, state_dict: Mapping[str, Tensor] | None
     ) -> bool:
-        """Return whether ``state_dict`` is empty. If ``state_dict`` is empty, rank 0 first writes the
-        configurations."""
+        """If ``state_dict`` is empty, write only the configurations, on rank 0. Return whether it is empty."""
         if state_dict is None or state_dict:
             return False
         if is_main_process and rank() == 0:
@@ -564,7 +563,7 @@ def _check_options(options: dict[str, Any], config: PreTrainedConfig, folder: Pa
 
 
 def _without_values() -> bool:
-    """Return whether new parameters have no values in this context, as under Accelerate's ``init_empty_weights``."""
+    """Return whether new parameters get no values here, because Accelerate's ``init_empty_weights`` is active."""
     # Accelerate replaces `register_parameter`. The replacement makes every new parameter a meta tensor.
     probe = nn.Module()
     probe.weight = nn.Parameter(torch.empty(0))

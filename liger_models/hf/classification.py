@@ -34,7 +34,7 @@ SCORE = "score.weight"
 
 
 class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel):
-    """A body with a linear head on the last token of each text. `liger_models.hf` has one class per model type.
+    """A body with a linear head that scores each text from its last token. `liger_models.hf` has one per model type.
 
     The language-model head of the decoder is not used. That head is tied to the embedding, so it adds no parameter.
 
@@ -60,7 +60,7 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
         self.loss_type = "ForSequenceClassification"
         self._no_split_modules = {type(block).__name__ for block in self.model.decoder.blocks}
         self.post_init()
-        self._keys_to_ignore_on_save: set[str] = set()  # drop what post_init copied from the decoder
+        self._keys_to_ignore_on_save: set[str] = set()  # drop the attributes that post_init copied from the decoder
 
     @classmethod
     def _load(

@@ -60,7 +60,7 @@ class Edits:
             self._apply_fields(config, decoder)
 
     def _follow(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
-        """If the model was changed, write the changes to transformers' configuration and to its copy `built`."""
+        """If the model has changed, write the changes to ``config`` and to `built`, the earlier copy of ``config``."""
         before, after = self.ours, decoder.config
         for theirs in (config, self.built):
             text = theirs.get_text_config()
@@ -73,7 +73,7 @@ class Edits:
     def _apply_fields(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
         """Update the layers after edits of the configuration."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about unknown fields, as when the model was built
+            warnings.simplefilter("ignore")  # unknown fields already caused a warning when the model was built
             old, new = to_liger(self.built), to_liger(config)
         fields = [
             field.name for field in dataclasses.fields(new) if getattr(old, field.name) != getattr(new, field.name)

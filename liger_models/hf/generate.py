@@ -45,38 +45,39 @@ from liger_models.layers.recompute import has_hooks, is_compiled
 logger = logging.get_logger(__name__)
 
 STEPS_PER_CHECK = 8
-"""Number of steps that an accelerator runs before the stopping criteria are asked. On the CPU or with a streamer,
-the number is 1.
+"""Number of steps that an accelerator runs before the stopping criteria are called. On the CPU or with a streamer, the
+number is 1.
 
 A criterion usually reads tokens on the host, which must then wait for all launched steps.
 """
 
 METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-"""Methods that transformers' loop calls for each token in addition to the forward, and that the engine does not call.
+"""Methods that transformers' loop calls for each token in addition to the forward. The engine does not call them, so
+transformers' loop runs if other code has replaced one of them.
 """
 
 WRAPPERS = ("accelerate.utils.operations", "torch.amp.autocast_mode", "trl.trainer.utils")
-"""Modules with functions that trainers wrap around the forward.
+"""Modules whose functions trainers wrap around the forward. A forward that is wrapped in this way counts as usual.
 
 Accelerate's function casts in the forward, whereas the engine computes in the dtype of the weights. TRL's function
 adds a loss.
 """
 
 KNOWN = (criteria.MaxLengthCriteria, criteria.EosTokenCriteria, criteria.MaxTimeCriteria)
-"""Stopping criteria that need not be asked about every token."""
+"""Stopping criteria that the engine need not call for every token."""
 
 UNREAD = {
     "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
     "token_type_ids", "tokenizer", "assistant_tokenizer",
 }  # fmt: skip
-"""Arguments that `fallback_reason` accepts, in addition to the family's pixels."""
+"""Arguments of a call with which the engine can run, in addition to the family's pixels."""
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def with_stored_signature(method: Method) -> Method:
-    """Store a method's signature, because ``generate`` asks `inspect.signature` for it several times."""
+    """Store a method's signature in the method, because ``generate`` calls `inspect.signature` several times."""
     method.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
     return method
 
@@ -151,8 +152,7 @@ class EngineGenerationMixin(GenerationMixin):
 
 
 def _use_cache(inputs: dict[str, Any]) -> None:
-    """Among the arguments of a decoding loop, mark the cache as used, so that a later call continues from this
-    cache."""
+    """Mark the cache in a decoding loop's arguments as used, so that a later call continues from this cache."""
     cache = inputs.get("past_key_values")
     if isinstance(cache, LigerCache):
         cache.is_unused = False
@@ -248,7 +248,7 @@ def _run(
     pixels = {name: inputs[name] for name in decoder.prompt_inputs if inputs.get(name) is not None}
     pixels = {name: x.to(ids.device) if isinstance(x, Tensor) else x for name, x in pixels.items()}
 
-    # Separate the criteria that need not be asked about every token: for the length, for stop tokens and for time.
+    # Separate the criteria that need not be called for every token: for the length, for stop tokens and for time.
     known: dict[type, list[Any]] = {kind: [] for kind in KNOWN}
     others = criteria.StoppingCriteriaList()
     for criterion in stopping_criteria:
@@ -271,7 +271,7 @@ def _run(
         use_cache=bool(inputs.get("use_cache")), **options,
     )  # fmt: skip
 
-    # Run the steps. Every few steps, ask all other criteria.
+    # Run the steps. Every few steps, call all other criteria.
     records = bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
     output = Output(ids, new, pad, others, limits, streamer, keeps_scores=bool(config.output_scores and records))
     every = STEPS_PER_CHECK if ids.device.type in ACCELERATORS and streamer is None else 1
@@ -352,7 +352,7 @@ class Output:
         prompts: [B, T] int64.
         new: maximum number of new tokens.
         pad: the token that fills a row after its end; None if every row continues until the last row ends.
-        criteria: the criteria that are asked about every token.
+        criteria: the criteria that are called for every token.
         limits: the criteria that limit the time.
         streamer: transformers' streamer, which gets the tokens of each step; None for no streamer.
         keeps_scores: whether the scores are passed to the criteria.
@@ -475,7 +475,7 @@ def _filling(
 
 
 def count_repeats(ids: Tensor, mask: Tensor | None) -> int:
-    """Return the largest n for which the prompts consist of groups of n equal rows.
+    """Return the largest n for which the prompts consist of groups of n consecutive equal rows.
 
     This function synchronizes with the device. The engine computes the prompt of each group only once. Groups come from
     the argument ``num_return_sequences`` of ``generate``, and from trainers that sample several answers per prompt.
@@ -515,7 +515,7 @@ The classes are in the order in which the engine applies the options.
 
 
 def options_of(chain: Any, prompts: Tensor, mask: Tensor | None, stops: list[int], vocab: int) -> dict[str, Any] | None:
-    """Return options of the engine with the same effect as a list of logits processors; None if there are none.
+    """Return engine options with the effect of a list of logits processors; None if no options have this effect.
 
     Args:
         chain: the ``LogitsProcessorList``.

@@ -20,14 +20,14 @@ TOKENS_PER_CHECK = 16
 
 
 class StopTexts(StoppingCriteria):
-    """Ends a batch once all answers contain a stop text, at most `TOKENS_PER_CHECK` - 1 tokens later.
+    """Ends a batch when all answers contain a stop text, or up to `TOKENS_PER_CHECK` - 1 tokens later.
 
     The harness cuts answers before their stop texts, so its results do not change. The harness's own criterion is slow:
     after each token, it decodes all answers, which takes longer than computing the token.
 
     Args:
         texts: the stop texts.
-        tokenizer: decodes the answers.
+        tokenizer: the tokenizer that decodes the answers.
         prompt_tokens: length of the prompts, including padding.
     """
 
@@ -44,7 +44,7 @@ class StopTexts(StoppingCriteria):
 
 @register_model("liger_models")
 class LigerLM(HFLM):
-    """The harness's model type ``hf``, with a model of this package. This class takes the same arguments as ``hf``."""
+    """Like the harness's model type ``hf``, but with a model of this package. The arguments are the same."""
 
     _model: Any
 

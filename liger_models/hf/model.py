@@ -35,7 +35,9 @@ from liger_models.layers.layer import Layer, layers_of
 from liger_models.layers.lm_head import LigerLMHead
 
 LOSS_TYPE = "ForCausalLM"
-"""The ``loss_type`` for which this package's head computes the loss."""
+"""The ``loss_type`` for which this package's head computes the loss. For any other type, transformers' loss function
+gets the logits.
+"""
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 """Accepted values of ``attn_implementation``. Whatever the value, the batch determines which kernel runs."""
 
@@ -181,8 +183,9 @@ class LigerPreTrainedModel(PreTrainedModel):
 
 
 class UnusedHead(LigerLMHead):
-    """A head that is never called. This head uses the embedding's weight, but does not register the weight as its own
-    parameter.
+    """A head that is never called.
+
+    It uses the embedding's weight, but does not register the weight as its own parameter.
 
     FSDP requires that all modules that share a parameter are in one group. If a model has no output embedding,
     Accelerate and other tools put the embedding into a group without the head. Therefore, only the embedding owns the

@@ -86,7 +86,7 @@ def fused_forward(model: Any, forward: Any) -> Any:
     head = _head_of(trl)
     if head is None:
         return forward
-    # If SFT has another loss, such as DFT, this is noticed in the first backward.
+    # If SFT's loss is not the sum of the log-probabilities (DFT, for example), the first backward notices this.
     is_mean = head.outputs == SFT_OUTPUTS and head.temperature == 1.0
 
     def when_other() -> None:
@@ -143,7 +143,7 @@ def _numbers(
     when_other: Callable[[], object],
     **inputs: Any,
 ) -> TokenNumbers:
-    """Run the model. ``ahead`` and ``when_other`` are for `log_probs_of_sum`; the other arguments come from TRL."""
+    """Run the model. ``ahead`` and ``when_other`` go to `log_probs_of_sum`. All other arguments come from TRL."""
     # Without shifted labels, the last token of a row has no target.
     target, tokens = shift_labels, slice(None)
     if target is None:
@@ -195,7 +195,7 @@ def _fallback_reason(model: Any, settings: Head) -> str | None:
         return "the mean of logits with a softcap needs all logits"
     if is_traced():
         return "the model is compiled"
-    # The gradients of another loss would need the weight in the backward, where ZeRO-3 has not gathered it.
+    # For a loss other than this sum, the backward would need the head's weight, which ZeRO-3 has not gathered there.
     if any(hasattr(parameter, "ds_id") for parameter in model.lm_head.parameters()):
         return "ZeRO-3 shards the weight"
     return None

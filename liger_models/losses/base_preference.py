@@ -70,7 +70,7 @@ def margin_losses(loss_type: str, margin: Tensor, beta: float, label_smoothing: 
         loss_type: "sigmoid", "hinge", "ipo", "robust" or "exo_pair".
     """
     e = label_smoothing
-    # The losses if the label is taken as given, and if it is flipped.
+    # The losses for the given labels (chosen is better), and for flipped labels.
     chosen, flipped = -logsigmoid(margin), -logsigmoid(-margin)
     if loss_type == "sigmoid":
         return chosen * (1 - e) + flipped * e if e else chosen
@@ -120,7 +120,7 @@ class PreferenceLoss(FusedLinearLoss):
         return total / valid.sum(-1).clamp_min(1) if self.average_log_prob else total
 
     def _ratios(self, log_probs: Tensor, target: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute the detached l(y) [B], and r(y) [B].
+        """Compute l(y) [B], which is detached, and r(y) [B].
 
         Args:
             log_probs: [B, T], the policy's log-probabilities.
@@ -170,7 +170,7 @@ class PreferenceLoss(FusedLinearLoss):
     def _mean_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the mean of each sequence's logits, [B].
 
-        This function computes it from the means of x and weight, without the logits.
+        The mean is computed from the means of x and weight, so the logits are never built.
         """
         # The mean of x · Wᵀ over tokens and vocabulary is the product of two means: of x over tokens, and of W over the
         # vocabulary.

@@ -23,7 +23,7 @@ LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vesp
 TOKEN_MEANS = ("dapo", "cispo", "vespo")
 """Loss types that divide the sum of losses by the number of tokens on all ranks."""
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-"""Loss types in which the first term of L is the clipped minimum. They also support one ratio per sequence."""
+"""Loss types in which the first term of L is the clipped minimum. Only these types support one ratio per sequence."""
 CHOICES = {
     "loss_type": LOSS_TYPES,
     "importance_sampling_level": ("token", "sequence"),
@@ -42,7 +42,7 @@ OPTIONS_OF_TYPES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "vespo_k_neg": (3.0, ("vespo",)),
     "vespo_lambda_neg": (2.0, ("vespo",)),
 }
-"""Options that only some loss types read: maps each of these options to its default value and these loss types."""
+"""Maps each option that only some loss types read to its default value and to the names of these loss types."""
 IGNORED = -100
 LOG_MAX, LOG_MIN = 20.0, -18.420680743952367
 """Bounds of log W for vespo, so that W lies between 1e-8 and e^20."""
@@ -171,7 +171,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
     def _check_combinations(self) -> None:
         """Raise ValueError if two options can't be combined."""
         name, loss_type = self._name, self.loss_type
-        # A loss type must not silently ignore an option that belongs to other loss types.
+        # If an option belongs only to other loss types, raise an error instead of ignoring it silently.
         for option, (default, loss_types) in OPTIONS_OF_TYPES.items():
             if loss_type not in loss_types and getattr(self, option) != default:
                 raise ValueError(

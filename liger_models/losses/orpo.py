@@ -14,8 +14,8 @@ class ORPOMetrics(NamedTuple):
     """`PreferenceMetrics`, followed by two metrics of ORPO.
 
     Attributes:
-        log_odds_ratio: [] mean over pairs of log σ(x), where x is the log odds ratio of a pair.
-        log_odds_chosen: [] mean over pairs of x.
+        log_odds_ratio: [] mean of log σ(x) over pairs, where x is the log odds ratio of a pair.
+        log_odds_chosen: [] mean of x over pairs.
         Others: as in `PreferenceMetrics`.
     """
 

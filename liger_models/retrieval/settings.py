@@ -189,7 +189,7 @@ class RerankerSettings:
 
 
 def is_bidirectional(folder: Path) -> bool:
-    """Return whether, according to the files in an adapter's folder, its model is bidirectional."""
+    """Return whether the files in an adapter's folder say that the adapter's model is bidirectional."""
     path = folder / TRANSFORMER
     described = parse_json(path.read_bytes(), path) if path.is_file() else {}
     return (described.get("config_args") or {}).get("is_causal") is False

@@ -27,21 +27,24 @@ _MARK = re.compile("\ufdd2([\ufde0-\ufdef]+)\ufdd3")
 """A mark is a hexadecimal number, written with code points to which Unicode assigns no characters."""
 _DIGITS = {0xFDE0 + digit: f"{digit:x}" for digit in range(16)}
 _TAG = re.compile(r"(</?[^<>\s]{1,40}>|\[/?[A-Z_]{1,40}\])")
-"""A tag, such as ``</think>``. Templates search texts for tags. Marks are placed between tags, so that they hide
-none."""
+"""A tag, such as ``</think>``. Templates search texts for tags. Marks are placed between tags, so that the marks hide
+no tag.
+"""
 _TAGS = 8
-"""Maximum number of tags in a text between which marks are placed."""
+"""In each text, only the first tags separate marks: at most this many."""
 _TOOLS = -1
 """The owner of marks in tools. The owner of any other mark is the index of its message."""
 _INSTEAD = {*THOUGHTS, "tool_calls", "function_call"}
 """Fields that an answer may have instead of ``content``."""
 _AROUND, _INSIDE, _NOWHERE = range(3)
-"""Where the marks of a field are placed: around its texts (which reveals the most), inside its texts, or nowhere."""
+"""Where the marks of a field are placed: around its texts (marks there reveal the most), inside its texts, or
+nowhere.
+"""
 
 _headers: dict[tuple[Any, ...], int] = {}
 """Maps (template, variables, fields of messages, text before an answer) to the length of the answer's header."""
 _HEADERS, _HEADER_CHARACTERS = 4096, 1000
-"""Limits of `_headers`: the number of headers, and the number of characters in the text before an answer."""
+"""Limits of `_headers`: the maximum number of headers, and of characters in the text before an answer."""
 
 
 class Rendering(NamedTuple):
@@ -208,7 +211,7 @@ def _call_as_text(call: Any) -> Any:
 def _examples(
     style: Style, messages: Sequence[dict[str, Any]], needed: Sequence[int], multi_turn: str
 ) -> list[Rendering]:
-    """Return the examples of messages in one form, in the order of their answers."""
+    """Return the examples of ``messages``, which are in one of the forms of `_spellings`, ordered by their answers."""
     conversation = _Conversation(style, messages)
     if multi_turn != "split":
         return [conversation.example({index: conversation.answer(index) for index in needed})]

@@ -170,8 +170,9 @@ _INSERTED = {
     " copied": functools.partial(charged, deep=False),
     " joined": _join,
 }
-"""Filters that `_Counting` inserts. They are not globals, because templates can replace globals but not filters.
-Templates can't write these names."""
+"""Filters that `_Counting` inserts. They are not globals, because templates can replace globals but not filters. Their
+names begin with a space, so templates can't use them.
+"""
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):

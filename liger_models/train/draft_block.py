@@ -1,4 +1,4 @@
-"""The multi-token prediction block in a training run: it is trained with the model, or kept unchanged and measured."""
+"""The multi-token prediction block in a training run: training it with the model, and measuring its drafts."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from liger_models.train.objectives import INPUTS
 from liger_models.train.report import say
 
 MEASURED_BATCHES, MEASURED_SAMPLES = 8, 512
-"""The number of batches on which drafts are compared with the model's own predictions. If there is no evaluation data,
-these batches are taken from the first training samples, whose number is the second value.
+"""The number of batches on which drafts are compared with the model's own predictions, and a number of training
+samples. If there is no evaluation data, the batches are taken from this many first training samples.
 """
 
 
@@ -53,7 +53,7 @@ class DraftAcceptance:
 
     Args:
         model: the model, sharded by FSDP or not.
-        block: the trained block; None if the run only keeps the block's tensors from the checkpoint.
+        block: the block, if the run trains it. None if the run only keeps the block's tensors from the checkpoint.
         batches: the batches on which this rank measures. They must be on the model's device.
     """
 
@@ -105,7 +105,7 @@ def first_batches(data: Any) -> list[Any]:
 
 
 def lag_line(trained: bool, before: float, after: float) -> str:
-    """Return a line that states the shares of accepted drafts before and after training."""
+    """Return a line for the screen that states the shares of accepted drafts before and after training."""
     line = f"drafts      the model accepts {after:.1%} of the block's first drafts, and before training {before:.1%}"
     if trained:
         return f"{line}."

@@ -67,7 +67,7 @@ class FiniteChecks:
         """Raise ValueError on all ranks if any rank had a non-finite loss or norm. Every rank must call this method."""
         if self._first is None:
             return
-        # The all-reduce works in place, and this rank must keep its own first step.
+        # Copy the step, because the all-reduce works in place, and this rank must keep its own first step.
         first = self._first.clone()
         if is_distributed():
             dist.all_reduce(first, dist.ReduceOp.MIN)

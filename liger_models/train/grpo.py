@@ -101,7 +101,8 @@ class GRPOObjective(Objective):
         """See `Objective.dataset`.
 
         Raises:
-            ValueError: a column of the data has the name of another argument of the reward function.
+            ValueError: a column of the data has the name of an argument that every reward function gets
+                (`REWARD_ARGUMENTS`).
         """
         # Prompts are limited in length, so that a prompt and its answer fit into a row.
         data = PromptDataset(source, reader_of(model), **{**options, "length": options["length"] - self.new})

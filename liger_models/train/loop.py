@@ -380,7 +380,7 @@ def make_datasets(
 
 
 def packing_of(options: TrainOptions, data_rank: int, data_ranks: int) -> dict[str, Any]:
-    """Return the arguments of `PackedDataset` that are the same for training and evaluation data."""
+    """Return those arguments of `PackedDataset` that training data and evaluation data share."""
     return {
         "length": options.length, "overflow": options.overflow, "field": options.field, "format": options.format,
         "broken_media": options.broken_media, "multi_turn": options.multi_turn,
@@ -392,7 +392,7 @@ def packing_of(options: TrainOptions, data_rank: int, data_ranks: int) -> dict[s
 def measure_drafts(
     options: TrainOptions, model: CausalLM, objective: Objective, data_rank: int, data_ranks: int
 ) -> DraftAcceptance | None:
-    """Return a `DraftAcceptance` that measures the model's multi-token prediction block; None if it has no block.
+    """Return a `DraftAcceptance` for the model's multi-token prediction block; None if the model has no such block.
 
     The drafts are measured on the first batches of the evaluation data or, without evaluation data, of the training
     data.

@@ -21,7 +21,7 @@ from liger_models.layers.layer import AttentionSpec, layers_of
 from liger_models.train.report import Lines, say
 
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12, "MI300X": 1307e12}
-"""Maps part of a device's name to the device's peak dense bf16 FLOPS in the datasheet. MFU is relative to this peak."""
+"""Maps a part of a device's name to the peak dense bf16 FLOPS in its datasheet. MFU is a fraction of this peak."""
 
 REPORTERS = {"tensorboard": ("TensorBoard", "torch.utils.tensorboard"), "wandb": ("Weights & Biases", "wandb")}
 """Maps a value of ``report_to`` to a product's name, and to the name of the module that writes logs for the product."""
@@ -50,7 +50,8 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
     targets = sum(int((batch.get("labels", batch["input_ids"]) != -100).sum()) for batch in batches) * share_of_rank
     lengths = torch.cat([batch["cu_seqlens"].diff() for batch in batches]).double()
 
-    # Maps: module -> number of rows in its matrix products; layer -> operations of its attention and other parts.
+    # `rows` maps each module to the number of rows in its matrix products. The other dicts map each layer to its
+    # attention, to the operations of its other parts, and to its share of active weights.
     rows = dict.fromkeys(model.layers.modules(), tokens) | dict.fromkeys(model.lm_head.modules(), targets)
     attention: dict[nn.Module, AttentionSpec | None] = {layer: layer.attention for layer in layers_of(model.layers)}
     token_work: dict[nn.Module, float] = {layer: layer.token_flops for layer in layers_of(model.layers)}
@@ -142,7 +143,7 @@ class Log:
         self.operations += operations
 
     def rates(self) -> dict[str, float]:
-        """Return rates since `restart`: tokens per second on all ranks, and this rank's MFU and peak memory in GiB."""
+        """Return tokens/s on all ranks, and this rank's MFU and peak GiB, since `restart`. Then call `restart`."""
         # If no step has run since `restart`, as after an evaluation, there are no rates.
         if not self.tokens:
             return {}

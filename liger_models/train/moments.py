@@ -1,6 +1,7 @@
 """AdamW's moments in an optimizer state: each is a tensor with the parameter's shape, or 8-bit codes with scales.
 
-In the state, codes and scales have other names than moments, so that no other optimizer mistakes codes for moments.
+In the state, the names of codes and scales differ from the names of moments. Otherwise, torch's AdamW could mistake
+codes for moments.
 """
 
 from collections.abc import Mapping
@@ -48,7 +49,7 @@ def zero_moments(param: Tensor, dtype: torch.dtype, **memory: Any) -> dict[str, 
 
 
 def converted(param: Tensor, dtype: torch.dtype, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved optimizer state whose moments are converted to ``dtype``. Values are rounded to nearest."""
+    """Convert the moments in a parameter's saved state to ``dtype``, rounding to nearest. Return the new state."""
     # Keep all entries except the moments, for example the step.
     state = {name: value for name, value in saved.items() if name not in NAMES}
     for name, code_dtype in MOMENTS.items():
@@ -67,7 +68,7 @@ def converted(param: Tensor, dtype: torch.dtype, saved: Mapping[str, Any]) -> di
 
 
 def moments(state: Mapping[str, Any]) -> list[Tensor]:
-    """Return this rank's shards of a parameter's moments: two tensors or, in 8 bits, two codes and two scales."""
+    """Return this rank's shards of a parameter's two moments. In 8 bits, the result is two codes and two scales."""
     return [local(state[name]) for name in NAMES if name in state]
 
 

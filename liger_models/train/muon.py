@@ -207,15 +207,16 @@ class LigerMuon(LigerAdamW):
     def _orthogonal(self, stacks: list[Tensor]) -> list[Tensor]:
         """Return scaled orthogonal updates for stacks of matrices [k, n, c].
 
-        Stacks whose matrices have the same shape up to transposition are computed as one batch.
+        Stacks of matrices with the same shape, or with transposed shapes such as 2 x 3 and 3 x 2, are computed as one
+        batch.
         """
         batches: dict[tuple[int, ...], list[int]] = {}
         for index, stack in enumerate(stacks):
             batches.setdefault(tuple(sorted(stack.shape[1:])), []).append(index)
         results = [*stacks]
         for indices in batches.values():
-            # Newton-Schulz multiplies n x n matrices, so it is cheapest if the n rows of a matrix are not longer than
-            # its columns.
+            # For a matrix with n rows, Newton-Schulz multiplies n x n matrices. A matrix with more rows than columns is
+            # therefore transposed first.
             selected = (stacks[index] for index in indices)
             wide = [stack.mT if stack.shape[1] > stack.shape[2] else stack for stack in selected]
             updates = newton_schulz(torch.cat(wide)).split([len(stack) for stack in wide])

@@ -37,7 +37,7 @@ from liger_models.text.tokenizer import Tokenizer
 Metrics: TypeAlias = dict[str, Tensor]
 """Maps a metric's name to a tensor [2]: a sum on this rank, and the number of summands. The metric is sum / number."""
 Load = Callable[[str], CausalLM]
-"""A function that loads a model, given its folder or name. The model is frozen and sharded like the trained model."""
+"""A function that loads a frozen model by folder or name, and shards it in the same way as the trained model."""
 DIVERGENCES: dict[str, type[Any]] = {
     "jsd": LigerFusedLinearJSDLoss,
     "forward_kl": LigerFusedLinearForwardKLLoss,
@@ -94,7 +94,9 @@ INPUTS = frozenset({"input_ids", "labels", "cu_seqlens", *PromptInputs.__annotat
 
 
 class Objective:
-    """Supervised fine-tuning. The loss is the mean cross entropy over all tokens that have a label.
+    """Supervised fine-tuning (SFT), and the base class of all objectives.
+
+    SFT's loss is the mean cross entropy over all tokens that have a label.
 
     Args:
         options: all options of the run.
@@ -240,7 +242,7 @@ class Compared(Objective):
         return super().eval_dataset(source, model, complete=self.formats != ("preference",), **options)
 
     def num_items(self, batches: list[Batch]) -> Tensor | None:
-        """Return None. No common divisor is needed, because each batch has the same number of examples."""
+        """Return None: the batches need no common divisor, because each batch has the same number of examples."""
         return None
 
     def loss(self, model: CausalLM, batch: Batch, num_items: Tensor | None) -> tuple[Tensor, Metrics]:
@@ -422,8 +424,8 @@ class DistillObjective(Objective):
             hidden, head, _ = self.teacher(**batch, loss_function=lambda *inputs: inputs).loss
 
         def compare(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Any, Tensor]:
-            # On one GPU, quantized weights are not sharded. The adapters then compute in float32, and the teacher
-            # does not.
+            # The dtypes may differ: on one GPU, quantized weights are not sharded, and adapters then compute in
+            # float32. The teacher does not.
             return self.function(x, weight, hidden.to(x.dtype), head.to(x.dtype), target), (target != -100).sum()
 
         # Without a backward the teacher's head stays gathered, so the student's loss can use it.

@@ -63,7 +63,7 @@ class LigerAdamW(torch.optim.Optimizer):
     """Maps a device to the `Staging` for the moments of its parameters; None before the first step with ``offload``."""
 
     _separable = True
-    """Whether each parameter can be updated independently of all others."""
+    """Whether each parameter can be updated independently of all others, as `step_in_backward` requires."""
 
     def __init__(
         self,
@@ -216,7 +216,9 @@ class LigerAdamW(torch.optim.Optimizer):
         return ((number, param, stream) for stream, (number, param) in enumerate(owners))
 
     def launch(self, parameters: Collection[Tensor]) -> None:
-        """Launch the update kernel on newly created tensors, once per combination of parameter dtype and moment dtype.
+        """Launch the update kernel on newly created tensors, so that it compiles before the first step.
+
+        The kernel is launched once for each combination of parameter dtype and moment dtype.
 
         Args:
             parameters: parameters of the optimizer. For each combination, the new tensors have the shape of the first

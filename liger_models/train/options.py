@@ -73,7 +73,7 @@ def check_options(options: Any) -> None:
 
 
 def _fault(options: Any, field: dataclasses.Field[Any]) -> str | None:
-    """Return the error message for a field's value, without the field's name before it; None if the value is valid."""
+    """Return the error message for a field's value; None if the value is valid. The caller adds the field's name."""
     # None means the default, and is always allowed.
     value, checks = getattr(options, field.name), field.metadata
     if value is None or value == []:

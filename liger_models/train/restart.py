@@ -24,7 +24,7 @@ REQUEST = ".out-of-memory"
 POLL = 0.5
 """Seconds between two checks for this file."""
 PATIENCE = 8 * POLL
-"""Seconds for which a process waits to be restarted by its thread (`watch`) after it has lost another process."""
+"""Seconds for which a process waits after another process has ended. Meanwhile, its `watch` thread may restart it."""
 ATTEMPT = "LIGER_MODELS_ATTEMPT"
 """Environment variable with the number of restarts."""
 

@@ -313,7 +313,7 @@ class RerankObjective(RetrievalObjective):
 
 
 def _weights(batch: Batch) -> Tensor:
-    """Return a weight for each text of a batch, [texts] fp32: 1 if the text counts, else 0."""
+    """Return a weight for each text of a batch, [texts] fp32: 1, or 0 if the text only fills the batch."""
     return batch["counted"][batch["example"]].float()
 
 

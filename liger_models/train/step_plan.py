@@ -308,7 +308,7 @@ class StepPlan:
 
     @property
     def _conditions(self) -> dict[str, Any]:
-        """Options and sizes that determine the plan.
+        """The options and sizes that determine the plan.
 
         If any of these options and sizes has changed, a resumed run chooses a new plan.
         """
@@ -326,10 +326,10 @@ class StepPlan:
             replace_json(self._path, content)
 
     def _stored(self) -> tuple[MemoryPlan | None, str | None]:
-        """Return the plan that the run stored under the same conditions, and the error with which a step of this plan
-        failed.
+        """Return the plan that the run has stored, and the error with which a step of this plan failed.
 
-        If there is no such plan, both results are None. If no step failed, the error is None.
+        The stored plan counts only if the options and sizes that determine it (`_conditions`) have not changed. If
+        there is no such plan, both results are None. If no step failed, the error is None.
         """
         found: list[Any] = [None, None]
         if rank() == 0:
@@ -342,7 +342,7 @@ class StepPlan:
                 is_same = content["automatic"] == self._conditions
                 if is_same and len(values["policies"]) == len(self._model.layers):
                     found = [MemoryPlan(**values), failure]
-            except FileNotFoundError:  # before a failure, plans of unknown memory are not stored
+            except FileNotFoundError:  # a plan without a memory estimate is stored only after a failure
                 found = [None if failure is None else _uniform(self._model, "none"), failure]
             except (KeyError, OSError, TypeError, ValueError):  # a file of an earlier version
                 pass

@@ -16,7 +16,7 @@ from liger_models.distributed.ranks import rank, world_size
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 APART = 1.0
-"""For this many seconds, a second signal is ignored, because torchrun repeats the terminal's Ctrl-C."""
+"""For this many seconds after the first signal, another signal is ignored: torchrun repeats the terminal's Ctrl-C."""
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ class TargetChecks:
             self._learned.append(any(bool((rows != -100).any()) for rows in labels))
 
     def check(self, step: int, device: torch.device) -> str | None:
-        """Return a warning about the first step up to ``step`` without labels; None if there is none.
+        """Return a warning about the first step without labels; None if all steps since the last call have labels.
 
         Once a warning has been returned, all later results are None. Every rank must call this method.
         """
