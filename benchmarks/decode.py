@@ -1,4 +1,4 @@
-"""Greedy decoding: milliseconds per step of one token in each row, next to the time needed to read the weights."""
+"""Greedy decoding: the time of a step, which adds a token to each row, and the time needed to read the weights."""
 
 import argparse
 import statistics
@@ -66,10 +66,9 @@ def generating(job: Job, config: dict[str, Any]) -> Callable[[int], Tensor]:
 def bytes_of_step(config: dict[str, Any], dtype: str | None = None, rows: int = 1) -> int:
     """Bytes of weights that a step reads, for one token in each of ``rows`` rows.
 
-    The number does not include adapters, nor the embedding unless it is also the head. In a mixture of experts, a
-    step reads as many experts as the tokens choose on average if all experts are equally likely: K experts for one
-    row. Weights are in bf16. With ``dtype`` "nf4" or "float8", the linear layers of the blocks and the experts are in
-    this format.
+    Adapters do not count. The embedding counts only if it is also the head. In a mixture of experts, a step reads as
+    many experts as the tokens choose on average if all experts are equally likely: K experts for one row. Weights are
+    in bf16. With ``dtype`` "nf4" or "float8", the linear layers of the blocks and the experts are in this format.
     """
     from liger_models import AutoLigerModel
     from liger_models.adapters import apply_lora

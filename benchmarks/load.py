@@ -63,7 +63,7 @@ def host_memory() -> Iterator[list[float]]:
 
 
 def measure(job: Job) -> Row:
-    """Load the checkpoint in $START. With transformers, each process loads all of it, then shards."""
+    """Load the checkpoint in $START. With transformers, each process loads the whole model before it is sharded."""
     torch.zeros(1, device="cuda")  # creating the CUDA context is not timed
     torch.distributed.barrier()
     with host_memory() as peaks:

@@ -110,7 +110,7 @@ def plan_batch(benchmark: str, options: argparse.Namespace) -> list[Plan]:
 
 
 def on_gpus(plan: Plan, gpus: int) -> Plan:
-    """The same plan for one process per GPU."""
+    """The plan of the same measurement with one process per GPU."""
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus), "-m")
     return Plan(plan.row | {"gpus": gpus}, torchrun + plan.command, plan.file)
 

@@ -165,8 +165,10 @@ def plans(chooser: Planner) -> Iterator[tuple[str, GPU, Recipe]]:
 
 
 def files(model: Model, fits: Sequence[tuple[str, GPU, Recipe]]) -> dict[str, str]:
-    """Map paths of recipes to texts. There is a recipe of each method for the smallest GPU memory into which it
-    fits."""
+    """Map the path of each recipe to its text.
+
+    Each method has a recipe for the smallest GPU memory into which the method fits.
+    """
     # `fits` goes from small to large memory, so in reverse order, the smallest memory comes last.
     smallest = {method: (gpu, recipe) for method, gpu, recipe in reversed(fits)}
     return {

@@ -10,8 +10,7 @@ from .op import Function, Op, Peer, load, randn
 
 
 def make_parameters(L: int, C: int, F: int, V: int) -> dict[str, Tensor]:
-    """The parameters and then the gradients of a Llama with L layers, keys and values of width C / 3, and a tied
-    head."""
+    """The parameters, then the gradients, of a Llama: L layers, keys and values of width C / 3, and a tied head."""
     layer = [(C, C), (C // 3, C), (C // 3, C), (C, C), (F, C), (F, C), (C, F), (C,), (C,)]
     shapes = [(V, C), (C,), *layer * L]
     return {f"{prefix}{i}": randn(*shape, scale=0.02) for prefix in "pg" for i, shape in enumerate(shapes)}

@@ -1,4 +1,6 @@
-"""Causal attention with heads wider than 256, and of width 256 for comparison with other kernels; attention with sinks.
+"""Causal attention with wide heads, and attention with sinks.
+
+The heads are wider than 256. Heads of width 256 are also measured, for comparison with other kernels.
 
 In latent attention, heads have N + R columns in queries and keys, of which R are rotated, and V columns in values.
 """
@@ -72,7 +74,7 @@ def sink_op(name: str, T: int, window: int | None = None) -> Op:
 
 
 def make_latent(B: int, T: int, H: int, N: int, R: int, V: int) -> dict[str, Tensor]:
-    """The outputs of the projections, the second part of the keys, which all heads share, and the rotation tables."""
+    """The outputs of the projections, including the part of the keys that all heads share, and the rotation tables."""
     angles = torch.outer(torch.arange(T), 10000 ** -(torch.arange(0, R, 2) / R))[None]
     projected = {"q": randn(B, T, H, N + R), "kv": randn(B, T, H, N + V), "shared": randn(B, T, R)}
     return projected | {"cos": angles.cos(), "sin": angles.sin()}

@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_ops(names: Sequence[str], peers: Sequence[str] | None, file: Path) -> list[Plan]:
-    """Plans for the ceilings, and for every op with each installed peer or, if given, with ``peers`` in their order."""
+    """Plans for the ceilings, and for every op with each of ``peers`` (default: all peers) that is installed."""
     installed = {name: OPS[name].available() for name in names}
     pairs = [(name, peer) for name in names for peer in peers or installed[name] if peer in installed[name]]
     return [
@@ -88,8 +88,10 @@ def best_table(rows: Rows) -> str:
 
 
 def error_ratios(row: Row) -> str:
-    """Ratios of errors to plain torch's errors. If the latter is at most 1e-4, it is rounding noise and has no
-    ratio."""
+    """Ratios of errors to plain torch's errors.
+
+    Errors of plain torch up to 1e-4 are rounding noise, and have no ratio.
+    """
     return ", ".join(f"{n} {mine / torch:.2f}" for n, (mine, torch) in row.get("errors", {}).items() if torch > 1e-4)
 
 

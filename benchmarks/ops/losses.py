@@ -1,7 +1,7 @@
 """Losses over the head for preferences, rewards, distillation and Medusa, and divergences of full distributions.
 
 In losses over the head, every token is a target, and plain torch builds all logits. If a loss takes the hidden states
-of a reference model or teacher, the loss includes their product with this model's head, which gets no gradient.
+of a reference model or teacher, the loss also computes the logits of this model, which gets no gradient.
 """
 
 from collections.abc import Callable

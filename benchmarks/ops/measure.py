@@ -59,7 +59,7 @@ def results(op: Op, peer: Peer, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def errors(op: Op, peer: Peer, inputs: dict[str, Tensor]) -> dict[str, list[float]]:
-    """Errors relative to fp64: name of a result -> error of the peer, and error of plain torch in bf16."""
+    """Map the name of each result to two errors relative to fp64: of the peer, and of plain torch in bf16."""
     plain = Peer(peer.truth or op.truth)
     exact = results(op, plain, {n: t.double() if t.is_floating_point() else t for n, t in inputs.items()})
     pairs: dict[str, list[float]] = {name: [] for name in exact}

@@ -67,7 +67,7 @@ def place(ids: Tensor, token: int, images: list[list[int]]) -> tuple[Tensor, lis
 
 
 def with_pixels(ids: Tensor, token: int, pixels: tuple[int, ...], generator: torch.Generator, **images: Tensor) -> dict:
-    """The arguments of a forward: random pixels of a given shape, ``images``, and labels except for placeholders."""
+    """The arguments of a forward: ids, labels of all ids but placeholders, random pixels, and ``images``."""
     return {
         "input_ids": ids,
         "labels": ids.masked_fill(ids == token, -100),

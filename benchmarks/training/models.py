@@ -95,7 +95,7 @@ FAMILIES = {
     "glm4v_moe": ("GLM-4.5V", 4, 4),
     "lfm2_vl": ("LFM2-VL-450M", 4, 4),
 }
-"""Maps a family to a release, its number of layers, and that of its vision tower (default: twice as many layers).
+"""Maps a family to a release and two numbers of layers: of the model, and of its vision tower (default: twice as many).
 
 The release is a file in `CONFIGS` or a name in `RELEASES`. LLaVA's language model does not use the tower's last layer.
 """

@@ -39,9 +39,9 @@ PATHS = {
 }
 """Maps the first word of a mode to the mode's path.
 
-Rows are sequences, with three exceptions: pairs in ``dpo``, answers in ``grpo`` (whose prompts have equally many
-tokens), and requests in ``lmeval``. In ``generate``, prompts have 1/8 of the tokens. An example of ``vision`` has an
-image.
+Rows are sequences, with three exceptions: pairs in ``dpo``, answers in ``grpo`` (the number of tokens is the length of
+each prompt), and requests in ``lmeval``. In ``generate``, prompts have 1/8 of the tokens. An example of ``vision`` has
+an image.
 """
 
 MODES = "|".join(rf"{name}(\+({path.ways}))?" for name, path in PATHS.items())

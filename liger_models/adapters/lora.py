@@ -118,7 +118,9 @@ def remove_adapters(model: CausalLM) -> None:
 
 
 def language_targets(model: CausalLM, targets: Sequence[str] | str = "all-linear") -> list[str]:
-    """Resolve ``targets``, leaving out the layers of the vision tower and of its projection to image tokens.
+    """Return the names of the layers that ``targets`` selects in the language model of a vision-language model.
+
+    The layers of the vision tower, and of its projection to image tokens, are left out.
 
     Args:
         model: a vision-language model without adapters.
@@ -338,7 +340,7 @@ def expert_names(model: CausalLM) -> dict[str, str]:
 
 
 def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
-    """Resolve the targets of ``config``.
+    """Return the names of the matrices that the targets of ``config`` select.
 
     In the result, linear layers have their checkpoint names, and experts' parameters have their names in transformers.
 

@@ -94,7 +94,7 @@ class LinearAdapters(nn.ModuleDict):
     active: bool = True
     """Whether the adapters are used in addition to the frozen weight; see `without_adapters`."""
     group: Group | None = None
-    """Process group that sums the gradients of replicated tensors; None if each rank computes whole gradients.
+    """Process group over which gradients of replicated tensors are summed; None if each rank has whole gradients.
     """
     sharded_dim: int | None = None
     """Dimension along which `apply_tp` has sharded the weight; None if the weight is replicated."""
@@ -165,7 +165,8 @@ class LinearAdapters(nn.ModuleDict):
         return A.to(dtype), self._pack(blocks).to(dtype)
 
     def dora_scale(self, W: Tensor, A: Tensor, B: Tensor) -> Tensor:
-        """Return the factors by which DoRA multiplies the rows, [O] fp32. The factor is 1 for rows without an adapter.
+        """Return the factors by which DoRA multiplies the rows of the adapted weight, [O] fp32. The factor is 1 for
+        rows without an adapter.
 
         Args:
             W: this rank's part of the frozen weight [O, C], dense.

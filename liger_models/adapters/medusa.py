@@ -84,7 +84,7 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHead(nn.Sequential):
-    """Residual blocks, followed by a projection to the vocabulary unless the heads share a projection.
+    """Residual blocks and, unless the heads share a projection, the head's own projection to the vocabulary.
 
     This class derives from `nn.Sequential`, so its parameters have the names that the file format requires. The
     projection must run inside the forward of this module, because FSDP has gathered the projection's weight only there.

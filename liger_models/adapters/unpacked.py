@@ -531,7 +531,7 @@ class UnpackedModel(Node):
 
     @contextmanager
     def _packed_in_host_memory(self) -> Iterator[None]:
-        """Context manager within which the model has packed projections in host memory."""
+        """Context manager within which the model has packed projections, in host memory, so that it can be saved."""
         self._check_plain()
         self.sync()
         # The unpacked layers stay on the device. Only their packed copies are in host memory.

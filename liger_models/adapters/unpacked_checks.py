@@ -30,7 +30,7 @@ def check_config(
 
 
 def _check_targets(config: Any, fixed: Sequence[str]) -> None:
-    """Refuse targets that match any parameter without support for adapters."""
+    """Refuse a target if it matches a parameter that can't have adapters."""
     targets = getattr(config, "target_modules", None) or []
     if isinstance(targets, str) or config.inference_mode:
         return

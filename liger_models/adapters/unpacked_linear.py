@@ -76,7 +76,7 @@ class RowOrder:
         # an index. A regular weight consists of groups, and all groups have the same number of rows of each matrix.
         counts = [count for count in range(len(starts), 0, -1) if len(starts) % count == 0]
         self.groups: int = next((count for count in counts if self._is_regular(first_rows, lengths, count)), 0)
-        """Number of groups, each of which has one run of rows of each matrix; 0 if there are no such groups."""
+        """Number of groups in the packed weight, if each group has one run of rows of each matrix; otherwise 0."""
         self.lengths: list[int] = lengths[: len(lengths) // self.groups].tolist() if self.groups else []
         """The number of rows of each matrix in a group."""
 

@@ -111,7 +111,8 @@ def free_memory(device: str) -> int | None:
 def default_config(config_class: Any, values: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """Return a family's config with default values, even if the defaults of its vision tower do not fit together.
 
-    Unfit tower sizes do no harm, because the tower does not run. ``values`` replace some of the defaults.
+    Tower sizes that do not fit together do no harm, because the tower does not run. ``values`` replace some of the
+    defaults.
 
     Raises:
         ValueError: a field has no default, which only happens in custom architectures.

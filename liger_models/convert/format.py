@@ -88,8 +88,8 @@ class CheckpointFormat:
             have A and B exchanged.
         mtp: function that takes a config and returns the `MTPFormat` of the multi-token prediction block; None for
             families without such a block.
-        module: name, or end of the name, of a module in the transformers model. The first layout that contains the
-            weight of this module is the layout of the transformers model in memory.
+        module: name, or end of the name, of a module in the transformers model. The weight of this module shows which
+            layout the transformers model has in memory: the first layout that contains this weight.
     """
 
     model_type: str

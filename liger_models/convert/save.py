@@ -346,7 +346,7 @@ def _write_tensors(
 
 
 def _warn_of_derived_class(model: Decoder) -> None:
-    """Warn if loading the saved checkpoint will choose a base class of the model's class instead of this class."""
+    """Warn if the saved checkpoint will be loaded with a base class, because the model's class is not registered."""
     classes = type(model).__mro__
     saved_as = next((cls for cls in classes if cls in FORMATS), classes[0])
     # Leave out classes of torch, because FSDP derives its own class from the model's class.

@@ -474,7 +474,7 @@ class _AdaptedWeight(nn.Module):
 
 
 class _Names:
-    """Finds which of a model's weight maps fits checkpoint tensors that are read one by one.
+    """Finds the layout, and thus the weight map, of checkpoint tensors that are read one by one.
 
     Each tensor rules out the maps that have no tensor of this name and shape.
     """

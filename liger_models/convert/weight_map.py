@@ -382,7 +382,10 @@ def equal_qkv_rows(qkv: str, heads: int) -> Expression:
 
 
 def patch_rows(convolution: str, channels: int, frames: int, side: int) -> Expression:
-    """Return the weight of a linear patch embedding, from a convolution whose stride equals its kernel size."""
+    """Return the weight of a linear patch embedding.
+
+    In the checkpoint, the patch embedding is a convolution whose stride equals its kernel size.
+    """
     pattern = "c channels frames height width -> c (channels frames height width)"
     return Rearrange(pattern, convolution, channels=channels, frames=frames, height=side)
 

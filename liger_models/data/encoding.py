@@ -41,7 +41,9 @@ WEIGHTS = ("weight", "loss", "train")
 """Keys of a message that say whether the message is learned."""
 MASKS = ("completion_mask", "assistant_masks", "attention_mask")
 POSITIONS = "position_ids"
-"""Columns with one value per token id. Masks are 1 for learned tokens; ``attention_mask`` is 1 outside of padding."""
+"""Columns with one value per token id: masks and positions. The first two masks are 1 for learned tokens, and
+``attention_mask`` is 1 for all tokens except padding.
+"""
 
 SPEAKERS = ("system", "user", "assistant")
 """Roles whose messages must contain a text or parts. A tool's result may be anything that the template can write."""

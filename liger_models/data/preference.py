@@ -65,8 +65,9 @@ def preference_batch(
               A message of an answer cannot have ``weight`` 0.
             - Token ids ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``.
             - Token ids ``chosen_input_ids`` and ``rejected_input_ids``, with ``prompt_input_ids``. If the ids include
-              the prompt, they need ``chosen_labels`` and ``rejected_labels`` instead. Ids that are padded, on either
-              side, also need a mask, for example ``chosen_attention_mask`` for ``chosen_input_ids``.
+              the prompt, ``chosen_labels`` and ``rejected_labels`` are needed instead of ``prompt_input_ids``. Ids that
+              are padded, on either side, also need a mask, for example ``chosen_attention_mask`` for
+              ``chosen_input_ids``.
 
             ``pairs`` may also be a collated batch, possibly from TRL's unpaired data, with the tensors ``input_ids``,
             ``attention_mask`` and ``completion_mask``. Pixels and other inputs of vision-language models are passed on.

@@ -125,8 +125,10 @@ class PromptGraph:
 
 
 def can_move_padding(model: Decoder) -> bool:
-    """Return whether prompts may be padded on the right, which is not the case if rotary frequencies depend on the
-    sequence length."""
+    """Return whether prompts may be padded on the right.
+
+    They may not if rotary frequencies depend on the sequence length.
+    """
     return not any(getattr(layer, "needs_lengths", False) for layer in layers_of(model))
 
 

@@ -1,4 +1,4 @@
-"""The models of this package under transformers' interface, for Trainer, TRL, PEFT, pipelines and other tools.
+"""The models of this package with transformers' interface, for Trainer, TRL, PEFT, pipelines and other tools.
 
 This subpackage needs the extra ``hf``. Each model type has a class with the same name as in transformers, such as
 ``liger_models.hf.LlamaForCausalLM``.

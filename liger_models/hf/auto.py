@@ -258,7 +258,7 @@ def _foreign(auto_class: Any) -> dict[type[PreTrainedConfig], Any]:
 
 
 def _find(auto_class: Any, config: Any) -> Any:
-    """Return the class of this package that an auto class maps a configuration class to; None if there is none.
+    """Return the class of this package that an auto class should return for a configuration class, or None.
 
     If transformers knows the model type, our class appears in the same auto classes as the transformers class with the
     same name. Two kinds of models count as causal language models: models whose type transformers does not have, and

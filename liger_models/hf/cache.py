@@ -1,4 +1,4 @@
-"""The decode cache under the cache interface of transformers, so that transformers' ``generate`` can use it."""
+"""The decode cache with transformers' cache interface, so that transformers' ``generate`` can use it."""
 
 import itertools
 from collections.abc import Callable
@@ -139,7 +139,7 @@ class LigerCache(Cache):
 
     @property
     def max_cache_len(self) -> int:
-        """The result of `get_max_length`, under the name that PEFT reads."""
+        """The result of `get_max_length`. PEFT reads it by this name."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Models with a head that classifies whole texts, such as reward models, under the interface of transformers."""
+"""Classifiers of whole texts, such as reward models, with transformers' interface."""
 
 import copy
 import inspect

@@ -435,7 +435,7 @@ def _settings(**options: Any) -> Settings:
 def _positions(
     decoder: CausalLM, ids: Tensor, mask: Tensor | None, new: int, pixels: dict[str, Any], given: Tensor | None
 ) -> tuple[Tensor, bool]:
-    """Return the positions of prompts and new tokens, and whether the decoder would compute them by itself."""
+    """Return the positions of prompts and new tokens, and whether the decoder itself would compute the same."""
     usual = decoder.prompt_positions(ids, mask, new, pixels)
     if given is None:
         return usual, True

@@ -1,4 +1,4 @@
-"""The models of this package under transformers' interface: body, head, loss, generation."""
+"""The models of this package with transformers' interface: body, head, loss, generation."""
 
 import copy
 import dataclasses
@@ -150,7 +150,7 @@ class LigerPreTrainedModel(PreTrainedModel):
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """The value of `is_activation_checkpointing`, under its older name."""
+        """The older name of `is_activation_checkpointing`, with the same value."""
         return self.is_activation_checkpointing
 
     def activation_checkpointing_enable(
@@ -197,7 +197,7 @@ class UnusedHead(LigerLMHead):
 
     @property
     def weight(self) -> Any:  # type: ignore[override]
-        """The weight of the decoder's embedding, even if the embedding has been replaced."""
+        """The weight of the decoder's current embedding, which may have replaced another."""
         return self.holder[0].embed_tokens.weight
 
 
@@ -564,7 +564,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         self.has_own_head = not isinstance(value, Layer)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Iterate over the children. The head is left out unless PEFT calls this method to freeze all children."""
+        """Iterate over the children. The head is included only if PEFT calls this method to freeze all children."""
         yield from super().named_children()
         if self.tree is None and sys._getframe(1).f_globals.get("__name__") == "peft.peft_model":
             yield "lm_head", self.lm_head
@@ -725,7 +725,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         return outputs if _resolve(return_dict, self.config, "return_dict") else outputs.to_tuple()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Map the name of the head's weight to the name of the embedding's weight if they are tied, or return {}."""
+        """Map the name of the head's weight to the name of the embedding's; {} if head and embedding are not tied."""
         # The configuration decides, because it may have been edited, and tie_weights calls this method before it ties
         # weights.
         tied = to_liger(self.config).tie_word_embeddings

@@ -255,7 +255,7 @@ def _read_pooling(where: str, described: Mapping[str, Any]) -> str:
 
 
 def _list_modules(package: str, names: list[str], transformer: str = "sentence_transformers.models") -> Any:
-    """Return the content of `MODULES`: a list of a transformer, followed by the modules ``names``."""
+    """Return the content of `MODULES`: a list with a transformer and then the modules ``names``."""
     types = [f"{transformer}.Transformer", *(f"{package}.{name}" for name in names)]
     paths = ["", *(f"{number}_{name}" for number, name in enumerate(names, 1))]
     return [

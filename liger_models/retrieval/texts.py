@@ -12,7 +12,7 @@ from liger_models.data.packing import pack
 from liger_models.text.tokenizer import Tokenizer
 
 POOLINGS = ("lasttoken", "mean", "cls")
-"""Ways to reduce the hidden states of a text to one vector, under sentence-transformers' names."""
+"""Ways to reduce the hidden states of a text to one vector, with the names that sentence-transformers uses."""
 ROW = 512
 """Minimum number of tokens in a packed row. Attention is fastest if a row packs at most a few dozen texts."""
 GROUP = 256

@@ -31,7 +31,7 @@ _TAG = re.compile(r"(</?[^<>\s]{1,40}>|\[/?[A-Z_]{1,40}\])")
 no tag.
 """
 _TAGS = 8
-"""In each text, only the first tags separate marks: at most this many."""
+"""Maximum number of tags in a text that separate marks. The text after these tags counts as one piece."""
 _TOOLS = -1
 """The owner of marks in tools. The owner of any other mark is the index of its message."""
 _INSTEAD = {*THOUGHTS, "tool_calls", "function_call"}
@@ -612,7 +612,7 @@ class _Conversation:
         return re.finditer(rf"{self._special.pattern}|\s", text)
 
     def _common(self, one: str, other: str) -> int:
-        """Return how many characters two texts share at the beginning, up to a boundary or the end of one text."""
+        """Return the length of the longest prefix of two texts that ends at a boundary or is one of the texts."""
         common = shared_prefix(one, other)
         if common == min(len(one), len(other)):
             return common

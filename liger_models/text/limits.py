@@ -34,12 +34,12 @@ SOURCE = 100_000
 _BITS = 4096
 """Maximum number of bits in a product or a power of integers."""
 _NUMERIC = frozenset({"abs", "d", "default", "float", "int", "round"})
-"""Filters whose numeric arguments are not widths or counts."""
+"""Filters whose numeric arguments do not determine the length of the result, because they are not widths or counts."""
 _SHALLOW = _NUMERIC | frozenset(
     {"attr", "batch", "count", "first", "items", "last", "length", "list", "map", "reject", "rejectattr", "reverse"}
     | {"select", "selectattr", "slice"}
 )
-"""Filters that neither write out nor compare the elements of a list."""
+"""Filters that neither write out nor compare the elements of a list, so only the number of elements counts as work."""
 
 
 class _Budget(threading.local):

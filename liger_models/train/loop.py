@@ -640,7 +640,7 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dt
 
 
 def start_kernels(options: TrainOptions, model: CausalLM, device: torch.device) -> None:
-    """Start to compile the kernels of the first step of text-only SFT while the weights are being read."""
+    """In text-only SFT, start to compile the kernels of the first step while the weights are being read."""
     if options.objective == "sft" and not options.compile and model.visual is None:
         model.set_checkpointing(options.checkpointing or "none")  # a later plan may have other policies
         compile_early(model, (options.batch_size, options.length), device)
