@@ -114,7 +114,7 @@ def cached_bytes(config: dict[str, Any], length: int) -> int:
 
 
 def measure(job: Job) -> Row:
-    """Time a step: the time for N new tokens minus the time for prompts and first token, divided by N − 1."""
+    """Time a step: subtract the time for the prompts and one token from the time for N tokens, and divide by N − 1."""
     config = read_config(job.model)
     config["eos_token_id"] = None
     dtype = next((word for word in ("nf4", "float8") if word in job.mode), None)

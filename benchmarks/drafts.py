@@ -1,4 +1,4 @@
-"""Rollouts with and without drafts by a block for multi-token prediction, after training on the demo's data."""
+"""Rollouts with and without drafts from the model's multi-token prediction block, after training on the demo's data."""
 
 import importlib.util
 import time

@@ -101,7 +101,7 @@ def rate(row: Row) -> float:
 
 
 def peers(row: Row, rows: Rows) -> Rows:
-    """The modes with transformers on the same path as ``row``, with the same model and batch, in the same run."""
+    """The rows of modes with transformers that have the path, model, batch and run of ``row``."""
     path = Mode.parse(row["mode"]).library
     return [
         peer for peer in rows

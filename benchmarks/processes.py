@@ -84,7 +84,7 @@ class Plan:
 
 
 def worker_command(measure: str, mode: str, model: str, batch: str, steps: int) -> tuple[str, ...]:
-    """The command that calls ``measure``, "MODULE:FUNCTION" in this package, in a new process."""
+    """The command of a new process that calls ``measure``, a function of this package, written "MODULE:FUNCTION"."""
     return "benchmarks.worker", measure, mode, model, batch, str(steps)
 
 

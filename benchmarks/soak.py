@@ -1,4 +1,4 @@
-"""Minutes of training, decoding and rollouts with random lengths, with cancelled streams and memory errors in between.
+"""Trains, decodes and runs rollouts for minutes, with random lengths, cancelled streams and memory errors.
 
 After each round, three numbers must not have grown: bytes on the device, tensors in Python, and the process's memory.
 """

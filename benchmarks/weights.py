@@ -1,4 +1,4 @@
-"""Reading and loading a model's weights under Hugging Face's names, compared with copying every parameter."""
+"""Reading and loading a model's weights with Hugging Face's names, compared with copying every parameter."""
 
 import argparse
 import itertools
@@ -20,7 +20,7 @@ from .training.modes import title
 HELP = "hf_tensors and load_hf_tensors on one GPU against a copy of every parameter"
 REPEATS = 5
 UNCHANGED = 100
-"""Before each `hf_delta`, one of this many elements of each parameter changes, as in reinforcement learning."""
+"""Before each `hf_delta`, one of every `UNCHANGED` elements of a parameter changes, as in reinforcement learning."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

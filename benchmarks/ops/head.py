@@ -1,4 +1,4 @@
-"""Cross entropy, computed from logits or from the hidden states before the head; log-probabilities with entropies."""
+"""Cross entropy (computed from logits or from the head's inputs), and log-probabilities with entropies."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def make_head(N: int, C: int, V: int) -> dict[str, Tensor]:
 
 
 class Skeleton(torch.autograd.Function):
-    """Only the library calls that every chunked loss over the head needs. This is a bound, not a loss.
+    """Only the library calls that every chunked loss over the head needs. This peer is a bound on the time, not a loss.
 
     Logits are written to one reused buffer. A kernel reads and writes them in place. Two products then compute dx and
     dweight, which are the gradients of `skeleton_truth`.

@@ -101,7 +101,7 @@ def conv_in_cuda(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def make_scan(T: int, H: int, G: int, P: int, N: int) -> dict[str, Tensor]:
-    """The outputs of the convolution and of the step size projection, and parameters like in a new model."""
+    """The outputs of the convolution and of the projection to step sizes, and parameters as in a new model."""
     steps = torch.empty(H).uniform_(0.001, 0.1)
     return {
         "x": randn(1, T, H, P),

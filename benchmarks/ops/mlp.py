@@ -13,7 +13,7 @@ from .op import Function, Op, Peer, liger, liger_peer, load, randn
 
 
 def gate_and_up(gate_up: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
-    """Split a tensor in which gate and up alternate along ``dim`` into two contiguous tensors."""
+    """Return gate and up as two contiguous tensors. In ``gate_up``, they alternate along ``dim``."""
     gate, up = gate_up.unflatten(dim, (-1, 2)).unbind(dim)
     return gate.contiguous(), up.contiguous()
 

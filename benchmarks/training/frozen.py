@@ -44,7 +44,7 @@ def build_frozen(config: dict[str, Any], kind: str, device: str) -> nn.Module:
 
 
 def draw(kind: str, shape: torch.Size, device: str) -> Any:
-    """A frozen weight with this shape and random values of about 0.02."""
+    """A frozen weight with this shape and random values with a magnitude of about 0.02."""
     from liger_models.kernels.frozen.weight import FORMATS, FrozenWeight
 
     *rows, columns = shape

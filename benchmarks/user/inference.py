@@ -44,7 +44,7 @@ def generator(mode: Mode) -> tuple[Any, dict[str, Any]]:
 
 @torch.no_grad()
 def measure_generate(job: Job) -> Row:
-    """Time greedy decoding: the first token in a second call, and each further token."""
+    """Time greedy decoding: the first token, and each further token. An untimed call comes before."""
     model, options = generator(job.mode)
     rows, length = shape_of("generate", job)
     prompts = torch.randint(10, model.config.vocab_size, (rows, length // 8), device=build.DEVICE)

@@ -1,4 +1,4 @@
-"""TRL's trainers, with their own defaults, on a model of transformers with Liger Kernel or of `liger_models.hf`."""
+"""TRL's trainers with their own defaults, on a model of transformers (with Liger Kernel) or of `liger_models.hf`."""
 
 import itertools
 import json

@@ -391,7 +391,7 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
 
 
 def _matched(target: str, modules: Mapping[str, str]) -> set[str]:
-    """Return the values of all keys that match the regular expression ``target`` in full."""
+    """Return the values in ``modules`` whose keys match the regular expression ``target`` in full."""
     try:
         pattern = Pattern(target)
         return {name for module, name in modules.items() if pattern.fullmatch(module)}

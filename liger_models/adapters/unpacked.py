@@ -182,7 +182,7 @@ class UnpackedModel(Node):
     """Checkpoint names of parameters that can't have adapters, such as experts, routers and patch embeddings.
     """
     skipped: set[str]
-    """Last parts of the names in `fixed` that belong to linear layers or experts in transformers."""
+    """The last parts of those names in `fixed` that name linear layers or experts in transformers."""
     plain_names: set[str]
     """The names of all parameters of the tree before PEFT adds adapters."""
     said: set[str]
@@ -627,7 +627,7 @@ def _untie_if_different(model: CausalLM) -> None:
 
 @functools.cache
 def _peft_config_class(config_class: type, model_type: str) -> type:
-    """Return a subclass of a configuration class that has the methods and the ``model_type`` that PEFT reads."""
+    """Return a subclass of a configuration class, with the methods and the ``model_type`` that PEFT reads."""
     attributes: dict[str, Any] = {"model_type": model_type, "from_pretrained": staticmethod(_stored_vocabulary)}
     attributes["to_dict"] = lambda config: dataclasses.asdict(config) | {"model_type": model_type}
     attributes["get_text_config"] = lambda config: config

@@ -113,7 +113,7 @@ class RowOrder:
 
 
 class _Moved(torch.autograd.Function):
-    """`RowOrder.to_packed`, whose backward is `RowOrder.to_joined`."""
+    """The autograd function with `RowOrder.to_packed` as its forward and `RowOrder.to_joined` as its backward."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, order: RowOrder) -> Tensor:

@@ -73,7 +73,8 @@ class Encoding(ABC):
     Attributes:
         shape: shape of the dense weight.
         parts: the tensors in the files, by the part names that the subclass defines.
-        extras: tensors of the same layer in the files that do not affect the weight, such as activation scales.
+        extras: tensors in the files that belong to the same layer but do not affect the weight, such as activation
+            scales.
     """
 
     shape: tuple[int, ...]
@@ -85,7 +86,7 @@ class Encoding(ABC):
     @property
     @abstractmethod
     def layout(self) -> list[int]:
-        """The ``layout`` of the `FrozenWeight`."""
+        """The ``layout`` of the `FrozenWeight` that keeps this weight in memory."""
 
     @property
     @abstractmethod
@@ -129,7 +130,7 @@ class Encoding(ABC):
         return None
 
     def moved(self, to: Callable[[Path], Path]) -> "Encoding":
-        """Return a copy of this encoding whose tensors are in other files."""
+        """Return a copy of this encoding in which ``to`` has replaced the path of each file."""
         parts = {name: part._replace(file=to(part.file)) for name, part in self.parts.items()}
         return replace(self, parts=parts, extras=tuple(extra._replace(file=to(extra.file)) for extra in self.extras))
 

@@ -19,7 +19,8 @@ class MTPFormat:
             block.
         names: maps ``fc``, ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden`` and ``norm`` to their names in the
             checkpoint.
-        copies: maps each remaining tensor to the model's parameter of which it is a copy.
+        copies: maps the name of each remaining tensor, which is a copy of a parameter of the model, to the name of this
+            parameter.
     """
 
     sizes: Mapping[str, Any]

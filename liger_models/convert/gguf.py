@@ -430,7 +430,7 @@ def _looks_special(token: str) -> bool:
 
 
 def _extra_tensors(config: Any) -> dict[str, Tensor]:
-    """Return tensors that are computed from the config: the divisors of the rotary frequencies."""
+    """Return tensors that the checkpoint lacks: the divisors of the rotary frequencies, computed from the config."""
     scaling = config.rope_scaling
     if isinstance(scaling, Llama3Scaling):
         plain = RotaryEmbedding(config.rotary_width, config.rope_theta).inv_freq

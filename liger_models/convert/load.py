@@ -465,7 +465,7 @@ def _wider(dtype: torch.dtype | None) -> torch.dtype:
 def _one_dtype(
     weights: WeightMap, stored: Mapping[str, StoredTensor], hf_config: Mapping[str, Any], wide: Collection[str]
 ) -> torch.dtype | None:
-    """Return None if all tensors of a checkpoint have the same dtype. Otherwise, return one dtype for all parameters.
+    """Return one dtype for all parameters if the tensors of a checkpoint have different dtypes; otherwise None.
 
     Tensors of the parameters in ``wide`` are ignored.
 

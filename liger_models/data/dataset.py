@@ -414,7 +414,7 @@ class PackedDataset(IterableDataset[Batch]):
             )
 
     def _stream(self) -> Iterator[list[Piece]]:
-        """Yield the pieces of each row of a stream from the current position on, advancing `_read` and `_first`."""
+        """From the current position on, yield the pieces of each row of a stream. Advances `_read` and `_first`."""
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(self.epoch)
         records = read_records(self.source, self.encoder.fields)

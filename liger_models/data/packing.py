@@ -21,7 +21,7 @@ WINDOW = 4096
 
 
 def split_documents(sizes: Tensor, length: int, overflow: str, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Split documents that are stored one after another into pieces.
+    """Split documents into pieces. The documents are stored one after another.
 
     Returns the index of the first token and the size of each piece.
 

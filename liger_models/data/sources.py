@@ -20,7 +20,7 @@ GZIP = ".gz"
 OTHERS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json", "requirements.txt")
 """Names of files that contain no data, although they have an ending of a data file."""
 NUMBERS = ("label", "score", "similarity_score")
-"""Columns of a CSV file whose texts are read as numbers or truth values."""
+"""Columns in which the texts of a CSV file are read as numbers or truth values."""
 PARQUET_ROWS = 1024
 """Number of rows of a Parquet file that are decoded at a time."""
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")

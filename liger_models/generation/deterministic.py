@@ -81,7 +81,7 @@ def _multiplies_in_float8(linear: nn.Linear) -> bool:
 
 
 def head_outputs(head: LigerLMHead, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the products [B, V] of hidden states [B, C] and the head's weight, and the logits [B, V] in fp32."""
+    """Return the product of hidden states [B, C] and the head's weight, [B, V], and the resulting logits in fp32."""
     x, weight = head.operands(hidden)
     raw = logits_buffer(x, len(weight), len(x))  # [B, V]
     write_logits(x, weight, None, raw)

@@ -45,7 +45,7 @@ DTYPES = {
     torch.uint8: "|u1", torch.int8: "|i1", torch.uint16: "<u2", torch.int16: "<i2", torch.int32: "<i4",
     torch.int64: "<i8",
 }  # fmt: skip
-"""The names of dtypes in .npy files."""
+"""Maps dtypes to their names in .npy files."""
 
 
 def read_routing(
@@ -202,7 +202,7 @@ def encode_routing(model: Decoder, experts: Tensor, engine: Literal["vllm", "sgl
 
 
 def _layers_of(model: Decoder, where: str) -> tuple[list[int], int]:
-    """Return the indices of the blocks with routed experts, and K."""
+    """Return the indices of the blocks with routed experts, and K, the number of experts per token."""
     counts = [len(routed_layers(block)) for block in model.layers]
     if not any(counts) or max(counts) > 1 or not model.replays_routing:
         raise ValueError(

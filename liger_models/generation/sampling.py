@@ -207,7 +207,7 @@ def completing(context: Tensor, words: Tensor, vocab_size: int) -> Tensor:
 
 
 def _by_length(words: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Group words by their length n. Each group is a tensor [1, N, n] int64."""
+    """Group words (sequences of tokens) by their length n. A group of N words is a tensor [1, N, n] int64."""
     lengths = dict.fromkeys(map(len, words))
     return [torch.tensor([[word for word in words if len(word) == n]], device=device) for n in lengths]
 

@@ -127,7 +127,7 @@ class Scheduler:
         return 2 * empty >= self.pool.rows and empty * steps >= (CAPTURE_ROWS if self.captured else 1)
 
     def _start_steps(self) -> None:
-        """Create a step with as many slots as the cache has rows, and assign its first slots to the running rows."""
+        """Create a step with as many slots as the cache has rows. Its first slots are for the running rows."""
         shape, device = (self.steps_per_read, self.pool.rows, self.width), self.model.device
         self.step = DecodeStep(
             self.pool, captured=self.captured, model_state=self.model_state,
@@ -250,7 +250,7 @@ class Scheduler:
     def _fill_block(self, packed: Tensor, ahead: list[list[int]], **options: Any) -> CausalLMOutput:
         """Run the model and the drafting block on tokens [1, T].
 
-        ``ahead`` holds, for each row, the token that follows each of the row's tokens.
+        For each token of each row, ``ahead`` holds the next token.
         """
         model, pool, draft = self.model, self.pool, self.draft
         assert draft is not None

@@ -93,7 +93,7 @@ class Adaptable:
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load parameters by the names that `state_dict` uses. Without adapters, call `Checkpoint.load_state_dict`."""
+        """Load parameters by the names of `state_dict`. Without adapters, this is `Checkpoint.load_state_dict`."""
         if self.tree is not None:
             model: Any = self
             return nn.Module.load_state_dict(model, state_dict, strict, assign)

@@ -201,7 +201,7 @@ class LigerCache(Cache):
 
 
 def _describe(cache: Any) -> str:
-    """Return the type of a cache, and the types of those cache layers that hold more than keys and values."""
+    """Describe a cache in an error message: its type, and the types of layers that hold more than keys and values."""
     layers = {type(layer) for layer in getattr(cache, "layers", None) or ()} - {*KEYS_AND_VALUES}
     names = ", ".join(sorted(layer.__name__ for layer in layers))
     return type(cache).__name__ + (f" with {names}" if names else "")

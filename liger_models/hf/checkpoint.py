@@ -412,7 +412,8 @@ def find_mismatched(decoder: CausalLM, stored: Mapping[str, StoredTensor]) -> li
 
 
 def _is_tied(arch: type[CausalLM], folder: Path) -> bool:
-    """Return False if the family has an untied head by default, and config.json does not say whether the head is tied.
+    """Return False only if the family has an untied head by default and config.json does not say whether the head is
+    tied.
 
     The default of transformers may be a tied head although the published model has an untied head (Mistral Small 3).
     With this default, the head of the published model would be lost.

@@ -206,7 +206,7 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Return whether configurations, or values in them, are equal. Their ``==`` may ignore fields."""
+    """Return whether configurations, or values in them, are equal in all fields. Their ``==`` may ignore fields."""
     if isinstance(one, PreTrainedConfig) and type(one) is type(other):
         return _equal(vars(one), vars(other))
     if isinstance(one, dict) and isinstance(other, dict):

@@ -582,8 +582,7 @@ class _Conversation:
         return repr({name: value for name, value in self.style.variables.items() if name != "tools"})
 
     def _likely_header(self, index: int, number: int | None, before: str) -> int:
-        """Return the likely length of an answer's header, for a text before the answer that does not begin with the
-        prompt.
+        """Return the likely length of an answer's header if the text before the answer does not begin with the prompt.
 
         If the text contains a beginning of the usual prompt, the header ends after the longest such beginning.
         Otherwise, the header is the text that the template writes before any answer at this position.
@@ -691,7 +690,7 @@ def _any_of(tokens: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def shared_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the number of items at the beginning that two sequences have in common."""
+    """Return the length of the longest common prefix of two sequences."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 

@@ -78,7 +78,7 @@ from liger_models.train.targets import TargetChecks
 from liger_models.train.train_options import STORED, TrainOptions
 
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-"""Parts of the error messages of collectives that occur after another process has ended."""
+"""Parts of the error messages that collectives raise after another process has ended."""
 
 
 @keep_signal_handlers()

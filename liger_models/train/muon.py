@@ -33,10 +33,10 @@ class LigerMuon(LigerAdamW):
         U = orthogonal factor of (1 - μ) G + μ M, or of M without ``nesterov``
         W = W - lr λ W - lr s U         s = 0.2 sqrt(max(rows, columns)), or sqrt(max(1, rows / columns))
 
-    The matrices are those of the Hugging Face checkpoint: q, k and v are three matrices, and each of the three holds
-    all of its heads. Gate and up are two matrices, or one matrix if the checkpoint stores them in one tensor (Phi-3).
-    Each expert has its own matrices. A step therefore equals a step of ``torch.optim.Muon`` on the weights in
-    transformers' layout. `newton_schulz` multiplies in bfloat16 on accelerators, and in at least fp32 on the CPU.
+    The matrices are those of the Hugging Face checkpoint. For example, q, k and v are three matrices, each with all of
+    its heads. Gate and up are two matrices, or one matrix if the checkpoint stores them in one tensor (Phi-3). Each
+    expert has its own matrices. A step therefore equals a step of ``torch.optim.Muon`` on the weights in transformers'
+    layout. `newton_schulz` multiplies in bfloat16 on accelerators, and in at least fp32 on the CPU.
 
     For DTensors (FSDP2, HSDP, tensor and expert parallelism), each matrix is assigned to one of the ranks that hold its
     shards. The assigned rank gathers the matrix, computes its update, and sends the shards of the update back

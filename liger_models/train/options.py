@@ -173,7 +173,10 @@ def read_options(
 def _unnamed_options(
     cls: type, unnamed: Sequence[str], positionals: Sequence[str], named: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the options given by unnamed arguments. An argument is an options file or the value of one option."""
+    """Return the options that arguments without a name set.
+
+    Such an argument is an options file or the value of one option.
+    """
     if len(unnamed) <= 1 and all(Path(name).suffix.lower() in FILES or not positionals for name in unnamed):
         return _read(Path(unnamed[0])) if unnamed else {}
     pair = " ".join(name.upper() for name in positionals)

@@ -295,7 +295,7 @@ def warn_of_few_steps(options: TrainOptions, steps: int, share: float, ranks: in
 
 
 def check_turn_end(model: CausalLM) -> str | None:
-    """Return a warning if the token with which the chat template ends an answer is not a stop token; None otherwise."""
+    """Return a warning if the chat template ends an answer with a token that is not a stop token; otherwise None."""
     # If the last token of an answer is a special token, it must be a stop token.
     tokenizer = model.tokenizer
     if not tokenizer.chat_template:

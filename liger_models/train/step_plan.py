@@ -280,7 +280,7 @@ class StepPlan:
         return None
 
     def _remedies(self, budget: int | None) -> str:
-        """Return a sentence that names options for a smaller step, preferably options that fit into ``budget``."""
+        """Return a sentence that names options for a smaller step, if possible options that fit into ``budget``."""
         from liger_models.train.recipe import Planner
 
         options, planner = self._options, Planner(self._model.config)

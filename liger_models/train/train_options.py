@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 DTYPES = dict.fromkeys(("dtype", "export_dtype"), (torch.float32, torch.bfloat16, torch.float16))
 """Maps the options whose values are dtypes to their allowed values."""
 LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "4bit": 2e-4}
-"""Maps each method to its peak learning rate. Adapters start at zero and need a larger rate."""
+"""Maps each training method to its default peak learning rate. Adapters start at zero and need a larger rate."""
 COMPARING_RATES = {"full": 1e-6, "lora": 1e-5}
-"""Maps each method to its peak learning rate with objectives that compare or sample answers."""
+"""Maps each training method to its default peak learning rate for objectives that compare or sample answers."""
 BATCH_SIZES = {"embed": 32, "rerank": 32, "kto": 2}
 """Maps objectives that compare the examples of a batch to their default batch size. For other objectives, it is 1."""
 STORED = "lora_4bit", "lora_float8", "lora_keep_quantized"
