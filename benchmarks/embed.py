@@ -165,7 +165,7 @@ class Body(nn.Module):
 
 
 def padded(texts: list[Tensor], device: str) -> dict[str, Tensor]:
-    """Texts padded on the left, as the tokenizers of decoders do."""
+    """Pad texts on the left, as the tokenizers of decoders do."""
     longest = max(map(len, texts))
     ids = torch.zeros(len(texts), longest, dtype=torch.int64)
     mask = torch.zeros_like(ids)

@@ -228,7 +228,7 @@ def common_start(save: str, model: str, batch: str = "", steps: int = 0, variabl
     In the meantime, the first measurement imports its libraries.
 
     Args:
-        variable: the environment variable to set instead of START, which all modes read.
+        variable: the environment variable that holds the checkpoint's path. All modes read START, the default.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", *worker_command(save, "ours+adamw", model, batch, steps)]

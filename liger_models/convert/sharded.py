@@ -305,7 +305,7 @@ def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
 
     Returns:
         A list of tensors [k, n] int64. Each tensor covers the ``k`` matrices that have ``n`` rows, and row ``i`` of the
-        tensor holds the row numbers of matrix ``i`` among these matrices. Rows are numbered over the flattened leading
+        tensor holds the row numbers of the ``i``-th of these matrices. Rows are numbered over the flattened leading
         dimensions of the parameter. Each row is in exactly one matrix. If the matrices do not consist of whole rows of
         the parameter, the parameter is treated as one matrix or, for a stack of experts, as X matrices.
     """

@@ -609,7 +609,8 @@ def shared_moe_map(
         correction: whether routers have a bias that affects only the choice of experts.
         prefix: prefix of all names in the checkpoint except the head's name.
         instead, over: see `decoder_map`.
-        also: additional entries, which may replace the entries of the experts. ``{sparse}`` is a layer with experts.
+        also: additional entries, which may replace the entries of the experts. ``{sparse}`` in a name is the index of a
+            layer with experts.
         more: other arguments of `decoder_map`.
     """
     layers = range(config.num_hidden_layers)

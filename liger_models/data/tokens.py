@@ -34,7 +34,7 @@ from liger_models.distributed.ranks import is_distributed, long_work, raise_on_a
 FORMAT = 8
 """Version of the `TokenFile` format, including how it encodes examples. Each folder's name contains the version."""
 TEMPORARY, PARTS, LOCK = ".tmp", ".parts", ".lock"
-"""Suffixes of a folder that is being written, of a folder with parts, and of the file that is locked during writing."""
+"""Suffixes of three paths: a folder that is being written, a folder with parts, and the file locked during writing."""
 PART = "part.json"
 """File in a part's folder. It holds the part's number of records, and the formats of the records' source files."""
 PART_SECONDS = 60.0
