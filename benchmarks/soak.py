@@ -134,7 +134,7 @@ class Work:
 
 
 def held() -> dict[str, float]:
-    """The current MiB on the GPU, the number of tensors, and the MiB of the process."""
+    """The current memory on the GPU in MiB, the number of tensors, and the memory of the process in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "allocated_mib": torch.cuda.memory_allocated() / 2**20 if torch.cuda.is_available() else 0.0,

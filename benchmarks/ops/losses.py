@@ -233,7 +233,7 @@ def distilled(name: str, divergence: Function, module: str, shapes: tuple[Sizes,
 
 
 def of_stored(name: str, divergence: Function, module: str, log: tuple[bool, bool], **options: Any) -> Op:
-    """A divergence of two distributions that are in memory. It reads both distributions and writes one gradient."""
+    """A divergence between two distributions in memory. An ideal kernel reads both and writes one gradient."""
     truth = of_distributions(divergence)
     return Op(
         name=name, shapes=({"N": 4096, "V": 128256},), check={"N": 256}, fixed=("teacher",), truth=truth,

@@ -22,9 +22,12 @@ PHOTOS_IN_TILES = {"internvl": (13, 9, 13), "idefics3": (13, 13, 13), "smolvlm":
 tile.
 """
 NEXT_PHOTOS = (((480, 640), (2, 2)), ((1080, 1920), (2, 2)), ((150, 200), (1, 2)))
-"""Height and width of the same images, and rows and columns of LLaVA-NeXT's tiles of 336 x 336 pixels."""
+"""For each of the three images: its height and width, and the rows and columns of its tiles in LLaVA-NeXT.
+
+A tile has 336 x 336 pixels.
+"""
 LFM2_PHOTOS = ([(13, 18)], [*[(16, 16)] * 8, (12, 21)], [(7, 10)])
-"""Rows and columns of tokens in each tile of the same images in LFM2-VL."""
+"""For each of the three images: the rows and columns of tokens in each of its tiles in LFM2-VL."""
 PADDED = ((14, 20), (16, 16), (10, 27), (5, 40))
 """Rows and columns of tokens in images that are padded to 280 tokens. Images alternate between these sizes."""
 

@@ -58,7 +58,7 @@ class LoRAExperts(Layer):
 
     Args:
         adapters: maps the name of a parameter of the layer, "gate_up_weight" or "down_weight", to its adapter.
-        active_share: the share of the layer's experts that a token passes through, which counts in the FLOPs of a step.
+        active_share: the share of the layer's experts that a token passes through. It is used to count FLOPs.
         config: settings of the adapters.
     """
 

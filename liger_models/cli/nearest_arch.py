@@ -54,7 +54,7 @@ class Nearest(NamedTuple):
 
     @property
     def changes(self) -> list[str]:
-        """Return a line for each difference. Unknown keys are left out."""
+        """Return a line for each difference in tensors, parts or the activation. `unknown` keys are left out."""
         wrong = [f"{part} differs by {error:.1e}" for part, error in self.parts.items()]
         return [*map(str, self.tensors), *wrong, *([f"unknown hidden_act {self.act!r}"] if self.act else [])]
 

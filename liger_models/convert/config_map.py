@@ -61,7 +61,10 @@ config.json of a few bytes could make this package build any number of modules.
 """
 
 MOST_EXPERTS = 100_000
-"""Limit for the number of layers times the number of experts. It is raised to the checkpoint's number of tensors."""
+"""Limit for the number of layers times the number of experts.
+
+If a checkpoint has more tensors than this limit, the number of tensors is the limit.
+"""
 
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
 

@@ -40,9 +40,10 @@ class WeightDelta(NamedTuple):
     The fields ``tensors`` and ``metadata`` can be passed to safetensors' ``save_file``.
 
     Attributes:
-        tensors: the changed tensors. If few elements of a tensor have changed, ``NAME:indices`` holds the increasing
-            positions in the flattened tensor ([n], int32, or int64 for tensors of at least 2**31 elements), and
-            ``NAME:values`` holds the new elements ([n], the dtype of the tensor). Otherwise, ``NAME`` is the new
+        tensors: the changed tensors. If few elements of a tensor have changed, there are two tensors [n]:
+            ``NAME:indices`` holds the positions of these elements in the flattened tensor, in increasing order, and
+            ``NAME:values`` holds the new elements. The positions are int32, or int64 for tensors of at least 2**31
+            elements. The elements have the dtype of the tensor. If more elements have changed, ``NAME`` is the new
             tensor.
         metadata: checksums in JSON. ``base`` has the checksums of all tensors in the earlier version, and ``content``
             has the checksums of ``tensors``.

@@ -130,7 +130,7 @@ class Encoding(ABC):
         return None
 
     def moved(self, to: Callable[[Path], Path]) -> "Encoding":
-        """Return a copy of this encoding in which ``to`` has replaced the path of each file."""
+        """Return a copy of this encoding in which each file has the path ``to(old path)``."""
         parts = {name: part._replace(file=to(part.file)) for name, part in self.parts.items()}
         return replace(self, parts=parts, extras=tuple(extra._replace(file=to(extra.file)) for extra in self.extras))
 

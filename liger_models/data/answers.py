@@ -195,7 +195,7 @@ class AnswerDataset(PackedDataset):
             raise ValueError("AnswerDataset: the source must have a length, got a stream. Save it as a file.")
 
     def _notes(self) -> list[str]:
-        """Return notes: how many examples are left out, sequences are cut, and pairs have equal answers."""
+        """Return notes with numbers: examples that are left out, sequences that are cut, pairs with equal answers."""
         parts: Any = getattr(self.rows, "parts", [self.rows])
         sizes = [part.tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).view(-1, 2) for part in parts]
         left_out = sum(len(size) - len(part.kept) for part, size in zip(parts, sizes, strict=True))

@@ -163,7 +163,7 @@ class PackedRows(Dataset[Batch]):
         return [self.tokens]
 
     def identity(self) -> Any:
-        """Return sizes and checksums. If any of these values changes, an index may refer to another row."""
+        """Return sizes and checksums of the data. If any of these values has changed, row ``i`` may be another row."""
         images = [len(self.tokens.media), self.tokens.media_checksum] if len(self.tokens.media) else []
         return [self.tokens.documents, len(self.tokens.ids), self.tokens.checksum, *images]
 

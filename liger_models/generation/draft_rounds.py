@@ -270,7 +270,7 @@ class DraftRound:
 def with_layers_of(block: DraftBlock, cache: DecodeCache, prompt: Any) -> DecodeCache:
     """Return a decode cache with the layers of both the model and the block, filled with the first token of ``prompt``.
 
-    `rollout` reads from it what each layer caches. The model's layers come from ``cache``.
+    From this cache, `rollout` reads what each layer caches. The model's layers come from ``cache``.
     """
     model, joined = block.model, DecodeCache(1)
     embeds, layout = model.prepare(torch.tensor([prompt[:1]], device=model.device), cache=joined)

@@ -140,8 +140,8 @@ class Options(PromptInputs, total=False):
         min_p: number in [0, 1]. Only tokens whose probability is at least this fraction of the highest probability
             are sampled. (0)
         typical_p: number in (0, 1], for locally typical sampling. Tokens are ranked by how close their information
-            content is to the entropy, and sampled from the smallest set of top-ranked tokens whose probabilities add up
-            to at least this number. (1)
+            content is to the entropy. The next token is sampled from the smallest set of top-ranked tokens whose
+            probabilities add up to at least this number. (1)
         epsilon_cutoff: number in [0, 1). Only tokens with at least this probability are sampled. (0)
         eta_cutoff: number ε in [0, 1). Like ``epsilon_cutoff``, but the minimum probability is the smaller of ε and
             √ε · exp(−entropy). (0)

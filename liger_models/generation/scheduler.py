@@ -37,9 +37,10 @@ from liger_models.layers.masks import MOST_DOCUMENTS
 from liger_models.layers.page_pool import PagePool
 
 IDLE_SHARE = 1 / 32
-"""Fraction of the running rows that may wait for a prefill as long as there are too few prompts to fill the prefill.
+"""While prompts are queued, a small prefill starts only if more than this fraction of the running rows wait for it.
 
-The host takes about 35 ms to launch a prefill of Llama 3.2 3B, and an H200 computes 3,000 tokens in this time.
+The host takes about 35 ms to launch a prefill of Llama 3.2 3B. In this time, an H200 computes 3,000 tokens, so a small
+prefill would waste time.
 """
 
 CAPTURE_ROWS = 2**14

@@ -435,7 +435,7 @@ def find_missing_head(decoder: CausalLM, stored: Mapping[str, StoredTensor]) -> 
 
 
 def check_shapes(where: str, mismatched: list[Mismatch]) -> None:
-    """Raise ValueError if ``mismatched`` is not empty."""
+    """Raise ValueError if there are ``mismatched`` tensors, whose shapes differ from the shapes in the model."""
     if mismatched:
         differences = [f"{name} {list(old)}, not {list(new)}" for name, old, new in mismatched]
         raise ValueError(

@@ -37,7 +37,7 @@ class Head(NamedTuple):
 
     Attributes:
         result: function that creates the forward's output from `TokenNumbers`.
-        outputs: names of the requested values.
+        outputs: names of the values that the trainer requests.
         temperature: number by which the logits are divided.
     """
 
@@ -143,7 +143,10 @@ def _numbers(
     when_other: Callable[[], object],
     **inputs: Any,
 ) -> TokenNumbers:
-    """Run the model. ``ahead`` and ``when_other`` go to `log_probs_of_sum`. All other arguments come from TRL."""
+    """Run the model and return its `TokenNumbers`.
+
+    ``ahead`` and ``when_other`` go to `log_probs_of_sum`. All other arguments come from TRL.
+    """
     # Without shifted labels, the last token of a row has no target.
     target, tokens = shift_labels, slice(None)
     if target is None:

@@ -37,8 +37,9 @@ _TOOLS = -1
 _INSTEAD = {*THOUGHTS, "tool_calls", "function_call"}
 """Fields that an answer may have instead of ``content``."""
 _AROUND, _INSIDE, _NOWHERE = range(3)
-"""Where the marks of a field are placed: around its texts (marks there reveal the most), inside its texts, or
-nowhere.
+"""Where marks are placed in a field: around its texts, in the middle of its texts, or nowhere.
+
+Marks around a text show both ends of the text in the rendering. A mark in the middle shows only its own position.
 """
 
 _headers: dict[tuple[Any, ...], int] = {}

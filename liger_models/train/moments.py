@@ -14,7 +14,7 @@ from liger_models.kernels.optimizer.moments import WIDTH, decode, encode, has_bl
 from liger_models.layers.linear import is_sharded, local, sharded_as
 
 MOMENTS = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
-"""The names of the moments, and the dtypes of their codes."""
+"""Maps the name of each of Adam's moments to the dtype of its 8-bit codes."""
 NAMES = (*MOMENTS, *(f"{name}_codes" for name in MOMENTS), *(f"{name}_scale" for name in MOMENTS))
 
 

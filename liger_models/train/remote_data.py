@@ -278,7 +278,7 @@ def _configs(card: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _default(card: Mapping[str, Any]) -> str | None:
-    """Return the name of the configuration that the card calls the default."""
+    """Return the name of the default configuration in a data set's card; None if the card names no default."""
     return next((str(config.get("config_name")) for config in _configs(card) if config.get("default")), None)
 
 

@@ -111,7 +111,7 @@ class Staging:
             ahead = self._next.get(ahead)
 
     def _fetch(self, param: Tensor, host: list[Tensor]) -> Visit | None:
-        """Queue copies of moments to the GPU. Returns None if the ring buffer has no room for the moments."""
+        """Queue copies of moments from the host to the GPU. If the ring buffer has no room for them, return None."""
         # Take the next bytes of the ring buffer, or start again at its first byte, unless these bytes hold moments
         # still to be used.
         buffers, end = [], self._at
