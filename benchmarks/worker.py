@@ -56,7 +56,7 @@ TRAINERS = {
     **dict.fromkeys(("grpo", "trl"), ("trl:GRPOTrainer",)),
     "lmeval": ("lm_eval.models.huggingface",),
 }
-"""Maps the first word of a mode to the modules that its modes with transformers' models import in addition."""
+"""Maps the first word of a mode to further names to import, if the mode or `IMPLIED` has the word "hf"."""
 
 
 def libraries(mode: Mode) -> list[str]:

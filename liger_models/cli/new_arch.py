@@ -255,7 +255,7 @@ def _json(content: Any) -> str:
 
 
 def _write(files: Mapping[Path, str]) -> None:
-    """Write new files. One rename creates the data folder, and another rename creates the module."""
+    """Write either all new files or none. One rename creates the data folder, and another rename creates the module."""
     # Overwrite nothing, and leave nothing behind after a failure.
     module, *data = files
     folder = data[0].parent

@@ -152,14 +152,16 @@ class AnswerDataset(PackedDataset):
     An example is either a pair or a labeled answer. A pair has ``prompt``, ``chosen`` and ``rejected``. If there is no
     ``prompt``, both ``chosen`` and ``rejected`` must begin with the prompt. A labeled answer has ``prompt``,
     ``completion`` and ``label``. The values are texts or messages, as in TRL's trainers. If the model's processor is
-    passed, the messages of a prompt may have images, in the forms that `PackedDataset` accepts. A batch holds the
-    arguments of a forward. In a batch of pairs, the first rows are the chosen sequences, and the other rows are the
-    rejected sequences. All rows are padded on the right. Only answers have labels. Both sequences of a pair have the
-    pixels of the prompt. A batch of labeled answers also has ``preference_labels`` [rows] bool, and mismatched rows
-    under keys with the prefix ``kl_``: the same prompts with the same pixels, but each prompt is followed by the answer
-    to the next prompt. From these mismatched rows, KTO estimates its KL divergence. A sequence is cut after ``length``
-    tokens or, if this would split an image, before this image. An example is left out if its prompt leaves no room for
-    an answer. A warning reports how many examples are left out.
+    passed, the messages of a prompt may have images, in the forms that `PackedDataset` accepts.
+
+    A batch holds the arguments of a forward. In a batch of pairs, the first rows are the chosen sequences, and the
+    other rows are the rejected sequences. All rows are padded on the right. Only answers have labels. Both sequences of
+    a pair have the pixels of the prompt. A batch of labeled answers also has ``preference_labels`` [rows] bool, and
+    mismatched rows under keys with the prefix ``kl_``: the same prompts with the same pixels, but each prompt is
+    followed by the answer to the next prompt. From these mismatched rows, KTO estimates its KL divergence.
+
+    A sequence is cut after ``length`` tokens or, if this would split an image, before this image. An example is left
+    out if its prompt leaves no room for an answer. A warning reports how many examples are left out.
 
     Order, distribution over ranks, position and cache work as in `PackedDataset`, with examples instead of rows. If
     ``complete`` is True, the last step of an epoch is filled up with the first examples of the epoch.

@@ -16,7 +16,7 @@ from liger_models.distributed.ranks import rank, world_size
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 APART = 1.0
-"""For this many seconds after the first signal, another signal is ignored: torchrun repeats the terminal's Ctrl-C."""
+"""Number of seconds after the first signal in which a second one is ignored, because torchrun repeats a Ctrl-C."""
 
 
 @contextlib.contextmanager
