@@ -41,8 +41,10 @@ WEIGHTS = ("weight", "loss", "train")
 """Keys of a message that say whether the message is learned."""
 MASKS = ("completion_mask", "assistant_masks", "attention_mask")
 POSITIONS = "position_ids"
-"""Columns with one value per token id: masks and positions. The first two masks are 1 for learned tokens, and
-``attention_mask`` is 1 for all tokens except padding.
+"""Columns with one value per token id: masks and positions.
+
+``completion_mask`` and ``assistant_masks`` are 1 for learned tokens. ``attention_mask`` is 1 for all tokens except
+padding.
 """
 
 SPEAKERS = ("system", "user", "assistant")

@@ -239,7 +239,7 @@ def _run(
     model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, config: Any, streamer: Any,
     inputs: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """Generate with the engine. The arguments and the result are as in ``_sample``."""
+    """Generate with the engine. The arguments and the result are as in transformers' method ``_sample``."""
     model.model.apply_edits()
     decoder: CausalLM = model.model.decoder
     ids = check_ids(decoder, input_ids)
