@@ -77,7 +77,7 @@ class ModelState:
         self._steps: dict[Hashable, int] = {}
         """Maps each kind of step that has run to the result of `num_derived` after the step."""
         self.cached: DecodeCache | None = None
-        """A cache of one token on the meta device, which shows what each layer caches; None before the first rollout."""
+        """A cache of one token on the meta device. It shows what each layer caches. None before the first rollout."""
 
     def add_step(self, kind: Hashable) -> None:
         """Record that a step of this kind has run, so its kernels are compiled.
