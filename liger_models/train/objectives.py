@@ -419,14 +419,17 @@ class DistillObjective(Objective):
 
     def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
         """Run the model. Returns (output, metrics), where ``output.loss`` is (mean losses, number of targets)."""
-        # The teacher's hidden states [N, C] and its head. The loss computes the teacher's logits in chunks.
+        # The teacher's hidden states [B, T, C] and its head. The loss computes the teacher's logits in chunks.
+        tokens = LabeledTokens(batch["labels"])
         with torch.no_grad():
             hidden, head, _ = self.teacher(**batch, loss_function=lambda *inputs: inputs).loss
 
         def compare(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Any, Tensor]:
             # The dtypes may differ: on one GPU, quantized weights are not sharded, and adapters then compute in
             # float32. The teacher does not.
-            return self.function(x, weight, hidden.to(x.dtype), head.to(x.dtype), target), (target != -100).sum()
+            theirs, _ = tokens.select(hidden.to(x.dtype), target)
+            x, target = tokens.select(x, target)
+            return self.function(x, weight, theirs, head.to(x.dtype), target), (target != -100).sum()
 
         # Without a backward the teacher's head stays gathered, so the student's loss can use it.
         out = model(**batch, loss_function=compare)

@@ -275,16 +275,24 @@ def test_an_evaluation_counts_each_pair_once(folder, tmp_path):
     assert all(each == pytest.approx(found[0], rel=1e-5) for each in found)
 
 
-@pytest.mark.parametrize(("objective", "data"), [("dpo", "pairs"), ("orpo", "pairs"), ("kto", "marked")])
-def test_the_loss_gets_the_tokens_of_answers_only(folder, tmp_path, objective, data):
-    options = TrainOptions(model="m", data="d", output="o", objective=objective, lora_r=4, batch_size=4)
-    made = make_objective(options)
-    model = apply_lora(LigerLlama.from_pretrained(folder / "checkpoint", progress=False))
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "kto", "distill"])
+def test_the_loss_gets_the_tokens_of_answers_only(folder, tmp_path, objective):
+    options = {"teacher": str(folder / "teacher")} if objective == "distill" else {"lora_r": 4}
+    options |= {"model": "m", "data": "d", "output": "o", "objective": objective, "batch_size": 4}
+    made = make_objective(TrainOptions(**options))
+    model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    made.prepare(model, partial(LigerLlama.from_pretrained, progress=False))
+    if objective != "distill":
+        apply_lora(model)
+    path = folder / ("marked.jsonl" if objective == "kto" else "pairs.jsonl")
+    if objective == "distill":
+        path = tmp_path / "answers.jsonl"
+        path.write_text("".join(json.dumps({"prompt": f"{n} + {n} = ", "completion": "e"}) + "\n" for n in range(30)))
     given = {"length": 128, "batch_size": 4, "overflow": None, "shuffle": False, "cache_dir": tmp_path}
-    batch = next(iter(made.dataset([str(folder / f"{data}.jsonl")], model, progress=False, **given)))
+    batch = next(iter(made.dataset([str(path)], model, progress=False, **given)))
     shapes = []
-    made.function.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[2].shape))  # the targets
-    made.loss(model, batch, None)
+    made.function.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[-1].shape))  # the targets
+    made.loss(model, batch, (batch["labels"] != -100).sum())
     (B, T), most = batch["labels"].shape, (batch["labels"] != -100).sum(1).amax().item()
     assert shapes == [(B, (most + 3) // 4 * 4)]
     assert shapes[0][1] < T
