@@ -84,7 +84,8 @@ class RowOrder:
     def _is_regular(first_rows: Tensor, lengths: Tensor, groups: int) -> bool:
         """Whether the packed rows repeat a regular pattern: ``groups`` groups, each with a run of rows of every matrix.
 
-        All groups have the same run lengths. A run is given by its first row in the joined order and by its length.
+        All groups have the same run lengths. ``first_rows`` and ``lengths`` hold, for each run, its first row in the
+        joined order and its length.
         """
         first_rows, lengths = first_rows.view(groups, -1), lengths.view(groups, -1)  # [groups, matrices]
         group_lengths = lengths[0]

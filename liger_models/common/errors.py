@@ -7,8 +7,8 @@ from torch import Tensor
 def check_values(condition: Tensor, message: str) -> None:
     """Check the values of tensors without waiting for the device.
 
-    Nothing is checked while a graph is compiled or captured, inside a ``torch.func`` transform, or if the tensors have
-    no values.
+    Nothing is checked while a graph is compiled or captured, inside a ``torch.func`` transform, or if ``condition`` is
+    a fake or meta tensor, which has no values.
 
     Args:
         condition: [] bool. On the CPU, False raises ValueError with ``message``. On CUDA and ROCm, False triggers a

@@ -426,8 +426,8 @@ def define_op(
     values that depend on their names. A parameter that has the name of an input or an output gets the value of this
     input or output, which the forward saves. A parameter ``need_<input>`` gets a bool that says whether this input
     needs a gradient. If the gradients of all outputs are missing, the inputs get no gradients, and ``backward`` is not
-    called. If only some of these gradients are missing, a parameter annotated as ``Tensor | None`` gets None for a
-    missing gradient, and any other parameter gets zeros.
+    called. If only some of these gradients are missing, each missing gradient is replaced: by None for a parameter
+    annotated as ``Tensor | None``, and by zeros for any other parameter.
 
     Args:
         name: name of the op, which is available as ``torch.ops.liger_models.<name>``.

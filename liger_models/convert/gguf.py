@@ -421,7 +421,9 @@ def _is_reserved(token: str, bpe: dict[str, Any]) -> bool:
 
 
 def _looks_special(token: str) -> bool:
-    """Return whether llama.cpp's converter marks an added token as a control token even if tokenizer.json does not."""
+    """Return whether an added token looks like a control token. llama.cpp's converter marks such a token as a control
+    token even if tokenizer.json does not mark it.
+    """
     return (
         token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
         or (token.startswith(("<|", "<｜")) and token.endswith(("|>", "｜>")))  # noqa: RUF001

@@ -571,7 +571,8 @@ def _place(
 ) -> None:
     """Copy the checkpoint's tensors into a parameter or, if it is sharded, copy only this rank's rows.
 
-    If ``weight`` is given, the parameter holds codes, and this function quantizes the tensors.
+    ``weight`` is given if the parameter holds the codes of a quantized weight. This function then quantizes the
+    tensors.
     """
     local = _local(parameter)
     dtype = local.dtype if weight is None else None

@@ -1,4 +1,5 @@
-"""The scheduler of `rollout`. It decides which rows run, in which slots, and when prompts are computed.
+"""The scheduler of `rollout`. It decides which rows run, which place in the batch (slot) each of them gets, and when
+prompts are computed.
 
 Prefills and steps alternate. A prefill is one forward of prompt tokens: either several whole prompts as packed
 documents, or a chunk of a long prompt. Then all rows whose prompt has been computed run some steps. Each step adds one

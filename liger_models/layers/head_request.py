@@ -32,7 +32,7 @@ class HeadRequest(NamedTuple):
 
     @property
     def without_head(self) -> bool:
-        """Whether the head is skipped, because only its input is returned."""
+        """Whether the caller requests only the input of the head. The head is then skipped."""
         return self.return_logits is False and self.labels is None
 
     @property

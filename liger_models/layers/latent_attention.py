@@ -9,9 +9,9 @@ part. Each head has queries and keys with N + R columns and values with V column
     k_h = [W_k,h c, r],   v_h = W_v,h c
     o_h = Σ_j softmax_j(scale · q_h · k_j,h) · v_j,h
 
-Training and prompts use this form. For each token, decoding caches only [c, r], which is called the token's row.
-Instead of multiplying the latents by W_k and W_v, decoding multiplies the queries by W_k and the weighted sums of
-latents by W_v::
+Training and prompts use this form. Decoding keeps only [c, r] of each token in the cache. This vector is called the
+token's row. Instead of multiplying the latents by W_k and W_v, decoding multiplies the queries by W_k and the weighted
+sums of latents by W_v::
 
     q_h · k_j,h = [W_k,hᵀ q_h[:N], q_h[N:]] · [c_j, r_j]
     o_h = W_v,h Σ_j softmax_j(...) · c_j

@@ -105,9 +105,9 @@ def plan_memory(
     Blocks that save the same bytes are interchangeable, so the search only chooses how many blocks get each policy. The
     search skips a combination only if another combination is better, so it finds the best plan.
 
-    The expected time includes the time of repeated operations (see `Layer.recomputed_share`), and the time in which the
-    optimizer reads and writes bytes. Copies to and from the host are included if they take longer than the computation
-    that they overlap with. By default, the speeds of an H200 are assumed.
+    The expected time includes the time of recomputed operations (see `Layer.recomputed_share`), and the time in which
+    the optimizer reads and writes weights and moments. Copies to and from the host are included if they take longer
+    than the computation that they overlap with. By default, the speeds of an H200 are assumed.
 
     The estimated peak does not include the activations of vision towers. To make room for these activations, the plan
     leaves a larger margin. The plan also ignores reference models, teachers, the time of collectives, and the inputs of

@@ -332,8 +332,9 @@ def _piece(rows: Tensor, ids: Tensor, part: Part, device: torch.device) -> Piece
 
 
 def _index(rows: Tensor, device: torch.device) -> slice | Tensor:
-    """Return an index that selects the given rows: a slice if the rows are evenly spaced, because indexing with a slice
-    copies nothing, and otherwise a tensor."""
+    """Return an index that selects the given rows. If the rows are evenly spaced, the index is a slice, because
+    indexing with a slice copies nothing. Otherwise, it is a tensor.
+    """
     first, last = int(rows[0]), int(rows[-1])
     step = int(rows[1]) - first if len(rows) > 1 else 1
     if step > 0 and bool((rows.diff() == step).all()):

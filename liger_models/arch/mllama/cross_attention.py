@@ -93,8 +93,9 @@ class CrossLayout(BatchLayout):
 def tiles_seen(here: Tensor, images: Tensor, tiles: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
     """Find the tiles that each token attends to.
 
-    A token attends to the used tiles of the last image before it. If further images directly precede this last image,
-    the token attends to their used tiles as well. An image's placeholder also attends to the image.
+    A token attends to the last image before it, without the image's empty tiles. If further images directly precede
+    this last image, the token attends to their non-empty tiles as well. An image's placeholder also attends to the
+    image.
 
     Args:
         here: [B, T] bool, whether each token is a placeholder; each image has one placeholder.

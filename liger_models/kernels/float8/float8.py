@@ -181,7 +181,7 @@ def _gated(gate, up, ACT: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _gated_gradient(gate, up, dy, ACT: tl.constexpr, dtype: tl.constexpr):
-    """Compute the gradients of gate and up in ``dtype`` from the gradient of the result of `gated_act`."""
+    """Compute the backward of `gated_act`: the gradients of gate and of up, both in ``dtype``."""
     a, slope = _activation(gate, ACT)
     return (dy * up * slope).to(dtype), (dy * a.to(dtype).to(tl.float32)).to(dtype)
 

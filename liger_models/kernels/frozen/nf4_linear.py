@@ -11,7 +11,7 @@ the weight. If x has few rows, as in a decoding step, the forward runs `nf4_rows
     factors    one factor per block of at most 256 scales
     mean       one number for the whole matrix
 
-For the backward, only these tensors are saved, which takes no additional memory.
+For the backward, only these tensors are saved. This takes no additional memory, because the model holds them anyway.
 
 Source: https://arxiv.org/abs/2305.14314.
 """

@@ -1,7 +1,7 @@
 """Kimi delta rule (KDA): the gated delta rule with a decay for each channel of the keys.
 
-S [Dk, Dv] is the state of a head, and q̂ and k̂ are the L2-normalized query and key. The forward computes, for each head
-and token, in fp32::
+S [Dk, Dv] is the state of a head, and q̂ and k̂ are the L2-normalized query and key. The forward computes, for each
+head and token, in fp32::
 
     S ← diag(exp(g)) S,   d = β · (v − k̂ᵀ S),   S ← S + k̂ dᵀ,   o = scale · q̂ᵀ S
 
@@ -100,7 +100,8 @@ class KimiDeltaRule(DeltaRule):
     def prepare(self, need_p: bool, inverse: Tensor | None = None) -> tuple[Tensor, ...]:
         """See `DeltaRule.prepare`.
 
-        The results include K̂ · K̂ᵀ with decays, the inverse norms of k and q, and Qʳ, Kʳ and Kʷ.
+        The results include the products K̂ · K̂ᵀ, multiplied by the decays between the two tokens, the inverse norms of
+        k and q, and Qʳ, Kʳ and Kʷ.
         """
         q, k, g, beta = self.q, self.k, self.g, self.beta
         heads, tokens = self.Hv, self.tokens

@@ -357,8 +357,8 @@ def _rows_in_torch(
     student: Tensor, teacher: Tensor, gradient: Tensor | None, target: Tensor, factors: Tensor,
     options: DivergenceOptions,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute the losses and the gradient of rows in plain PyTorch, without autograd. This is the reference
-    implementation of `_divergence_kernel`.
+    """Compute the losses of some rows, and the gradients of their logits, in plain PyTorch without autograd. This is
+    the reference implementation of `_divergence_kernel`.
     """
     kind, beta, temperature, soft_weight, hard_weight, ignore_index, softcap, scale = options[:8]
     z = final_logits(student, scale, softcap)

@@ -183,7 +183,8 @@ _library_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # the public 
 
 
 def library_runs(gate_up_weight: Tensor, down_weight: Tensor) -> bool:
-    """Return whether grouped products of contiguous weights [X, 2 F, C] and [X, C, F] run in PyTorch's grouped_mm.
+    """Return whether PyTorch's grouped_mm computes both products of the experts: with weights [X, 2 F, C], and with
+    weights [X, C, F].
 
     PyTorch's grouped_mm is used only where it is a single CUTLASS kernel, with which the host does not wait for the
     device. This is the case in bf16 on Hopper, for fewer than 1024 experts, if the rows of the experts' matrices

@@ -7,8 +7,8 @@ of this copy. Expert e has the rows from ends[e − 1] to ends[e] − 1::
     permute       r_j = x_n                        each token's row is read once and written K times
     unpermute     y_n = Σ_k w_nk · r_slot[n,k]     in fp32, in the order of k, and so bitwise identical in every run
 
-If there are biases b, unpermute adds b_e to each row before the row is multiplied by its weight. An optional addend of
-y_n is added after y_n has been rounded.
+If there are biases b, unpermute adds b_e to each row before the row is multiplied by its weight. An optional further
+input is added to y_n after y_n has been rounded.
 
 The numbers of rows per expert stay on the device, so the host never waits for the device.
 
