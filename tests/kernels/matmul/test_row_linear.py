@@ -124,7 +124,7 @@ def test_wide_results(backend, size, monkeypatch):
     """Results in fp32 from x and weight of any dtypes, without a copy of either, and strided ones, too."""
     N, K = size
     dtypes_of_both = list(itertools.product(dtypes(backend), repeat=2))
-    for (dtype, weight_dtype), rows in itertools.product(dtypes_of_both, (1, MOST_ROWS - 1)):
+    for (dtype, weight_dtype), rows in itertools.product(dtypes_of_both, (1, 3 if backend == "cpu" else MOST_ROWS - 1)):
         x = draw(rows, 2 * K, dtype=dtype, device=backend)[:, :K]
         weight = draw(N, K + 3, dtype=weight_dtype, device=backend)[:, 3:]
         with torch.autocast(torch.device(backend).type, torch.bfloat16):
