@@ -17,6 +17,7 @@ STEPS = {
 PATHS = {
     "full+train": "`liger-models train`, full fine-tuning, {tokens} tokens, compared with TRL",
     "lora+train": "`liger-models train`, LoRA, {tokens} tokens, compared with TRL and PEFT",
+    "dpo+train": "`liger-models train`, DPO, LoRA, {rows} pairs of {length}-token rows, compared with TRL and PEFT",
     "full+trl+door": "TRL's SFTTrainer, full fine-tuning, {tokens} tokens",
     "lora+trl+door": "TRL's SFTTrainer with PEFT's LoRA, {tokens} tokens",
     "grpo+door": "TRL's GRPOTrainer with PEFT's LoRA, {tokens} tokens",
@@ -45,7 +46,8 @@ def table(rows: Rows) -> str:
             peer = paths.best_peer(row, typed)
             shown = (f"{_rate(one)}, {one['peak_gib']:.1f} GiB" for one in (peer, row))
             speed, memory = paths.rate(row) / paths.rate(peer), row["peak_gib"] / peer["peak_gib"]
-            title = name.format(tokens=tokens(row["batch"]), rows=row["batch"].split("x")[0])
+            count, length = row["batch"].split("x")
+            title = name.format(tokens=tokens(row["batch"]), rows=count, length=length)
             lines.append((f"{row['model'].title()}, {title}", *shown, times(speed), times(memory)))
 
     # The medians over all families with both numbers.
