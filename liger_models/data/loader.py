@@ -38,22 +38,25 @@ class PackedLoader(DataLoader[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         self.data._begin()
-        epoch, opened = self.data.epoch, [super().__iter__()]
-        # The iterator ends its workers when its last reference is dropped. Otherwise, at the end of the program,
-        # PyTorch would send SIGTERM to the workers, which ignore it, and would then wait for them forever.
-        atexit.register(opened.clear)
+        epoch = self.data.epoch
+        batches = super().__iter__()
+        # The iterator ends its workers when its last reference is dropped, but the traceback of an error keeps one.
+        # At the end of the program, PyTorch would send SIGTERM to the workers, which ignore it, and would then wait for
+        # them forever.
+        end_workers = getattr(batches, "_shutdown_workers", bool)  # without workers, there is no such method
+        atexit.register(end_workers)
         # Workers have started with copies of the loaded position. Without workers, the data set itself still has to
         # start from this position.
         if self.num_workers:
             self.data._loaded = False
         try:
-            while (item := _take(opened[0])) is not None:
+            while (item := _take(batches)) is not None:
                 batch, position = item
                 self.data._follow(position)
                 yield batch
         finally:
-            opened.clear()
-            atexit.unregister(opened.clear)
+            end_workers()
+            atexit.unregister(end_workers)
         self.data.set_epoch(epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:

@@ -98,6 +98,31 @@ def test_a_program_may_end_within_an_epoch(tmp_path, tokenizer):
     assert (done.stdout, done.stderr) == ("end\n", "")
 
 
+FAILING = """
+from liger_models import PackedDataset, PackedLoader, Tokenizer
+
+class Rows:
+    def __iter__(self):
+        yield from [{"input_ids": [3] * 20}] * 200
+        raise ValueError("no more rows")
+
+data = PackedDataset(Rows(), Tokenizer.from_pretrained("tokenizer"), length=32, progress=False)
+try:
+    list(PackedLoader(data, num_workers=1))
+except ValueError as error:
+    kept = error
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_may_end_with_the_error_of_a_worker(tmp_path, tokenizer):
+    """The error's traceback keeps the iterator that ends the workers."""
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "script.py").write_text(FAILING)
+    assert "no more rows" in torchrun(0, tmp_path / "script.py", cwd=tmp_path).stdout
+
+
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 calls it
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchdata(make, workers):
