@@ -301,7 +301,7 @@ class Checkpoint(Loading):
         parameters = dict(hf_model.named_parameters(remove_duplicate=False))
         if state_dict is None and any(map(is_sharded, parameters.values())):
             wait_for_ranks(f"save_pretrained {save_directory}")
-        elif not is_main_process:
+        elif not is_main_process or rank() != 0:
             return
         tensors = parameters if state_dict is None else state_dict
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}

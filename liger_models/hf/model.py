@@ -5,6 +5,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from liger_models.convert.config_map import read_config
 from liger_models.convert.files import read_headers
 from liger_models.convert.save import write_checkpoint
 from liger_models.convert.tensors import hf_tensors
-from liger_models.distributed.ranks import rank
+from liger_models.distributed.ranks import rank, run_on_rank_zero
 from liger_models.generation.engine_routing import select_routing
 from liger_models.hf.adapted import Adaptable
 from liger_models.hf.cache import LigerCache
@@ -32,6 +33,7 @@ from liger_models.hf.generate import EngineGenerationMixin, with_stored_signatur
 from liger_models.hf.trl import fused_forward
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.layer import Layer, layers_of
+from liger_models.layers.linear import is_sharded
 from liger_models.layers.lm_head import LigerLMHead
 
 LOSS_TYPE = "ForCausalLM"
@@ -98,6 +100,23 @@ class LigerPreTrainedModel(PreTrainedModel):
                 "Accelerate's load_checkpoint_and_dispatch finds no packed projections by the names of a checkpoint: "
                 "call from_pretrained(folder, device_map=...), or load_state_dict(tensors, assign=True)."
             ) from error
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> Any:
+        """Upload the model from rank 0. All other ranks that call this method wait for the upload.
+
+        Args:
+            repo_id: name of the repository, which is created if it does not exist.
+            options: as for `transformers.PreTrainedModel.push_to_hub`.
+
+        Raises:
+            ValueError: the model is sharded.
+        """
+        if any(map(is_sharded, self.parameters())):
+            raise ValueError(
+                "push_to_hub: the model must not be sharded. Call save_pretrained on all ranks, and upload the folder "
+                "from one of them."
+            )
+        return run_on_rank_zero(f"push_to_hub {repo_id}", partial(super().push_to_hub, repo_id, **options))
 
     def get_decoder(self) -> "LigerModel":
         """Return the body."""
@@ -365,7 +384,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
                 save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size)
 
             write_checkpoint(Path(save_directory), write)
-        if push_to_hub:
+        if push_to_hub and is_main_process:
             self.push_to_hub(options.pop("repo_id", None) or Path(save_directory).name, **options)
 
     def forward(

@@ -224,6 +224,40 @@ def test_push_to_hub(folder, hub):  # noqa: F811
     assert {"config.json", "generation_config.json", "model.safetensors"} <= names
 
 
+PUSHED_BY_TWO_RANKS = """
+import sys
+import torch.distributed as dist
+from pathlib import Path
+from huggingface_hub import constants
+from liger_models.hf.model import LigerModel
+from tests.hf.test_trainer import load
+
+constants.ENDPOINT, token = sys.argv[1:]
+constants.HUGGINGFACE_CO_URL_TEMPLATE = constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
+constants.HF_HUB_DISABLE_XET = True
+dist.init_process_group("gloo")
+for name, model in {"causal": load(Path("model")), "body": LigerModel.from_pretrained("model")}.items():
+    model.save_pretrained(name, push_to_hub=True, repo_id=f"me/{name}-saved", token=token)
+    model.push_to_hub(f"me/{name}-pushed", token=token)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@untied
+def test_one_of_two_ranks_pushes_to_the_hub(folder, hub, tmp_path):  # noqa: F811
+    (tmp_path / "push.py").write_text(PUSHED_BY_TWO_RANKS)
+    processes.run("push.py", hub.url, hub.token, cwd=tmp_path, ranks=2)
+    uploads = {name: [set(commit) for commit in repo.commits.values() if commit] for name, repo in hub.repos.items()}
+    body = {"README.md", "config.json", "model.safetensors"}
+    causal = body | {"generation_config.json"}
+    assert uploads == {
+        "me/causal-saved": [causal], "me/causal-pushed": [causal], "me/body-saved": [body], "me/body-pushed": [body],
+    }  # fmt: skip
+
+
 def words_tokenizer() -> Any:
     tokenizers = pytest.importorskip("tokenizers")
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(101)}, unk_token="w0"))
