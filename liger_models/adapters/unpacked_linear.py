@@ -68,8 +68,8 @@ class RowOrder:
         self.order = order
 
         # Divide the packed rows into runs of consecutive joined rows.
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), (order.diff() != 1).nonzero()[:, 0] + 1])  # [runs]
-        lengths = torch.cat([starts, torch.tensor([len(order)])]).diff()  # [runs]
+        starts = F.pad((order.diff() != 1).nonzero()[:, 0] + 1, (1, 0))  # [runs]
+        lengths = F.pad(starts, (0, 1), value=len(order)).diff()  # [runs]
         first_rows = order[starts]  # [runs]
 
         # If the packed weight is regular, as for q, k and v, the outputs are moved with `split` and `cat` instead of
@@ -90,7 +90,7 @@ class RowOrder:
         first_rows, lengths = first_rows.view(groups, -1), lengths.view(groups, -1)  # [groups, matrices]
         group_lengths = lengths[0]
         starts = F.pad((groups * group_lengths).cumsum(0)[:-1], (1, 0))  # the first joined row of each matrix
-        expected = starts + torch.arange(groups)[:, None] * group_lengths  # [groups, matrices]
+        expected = starts + torch.arange(groups, device="cpu")[:, None] * group_lengths  # [groups, matrices]
         return bool((first_rows == expected).all() and (lengths == group_lengths).all())
 
     def __call__(self, y: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class UnpackedLinear(Layer):
         """Moves outputs from the joined to the packed order; None if both orders are the same."""
         if None in slices:
             self.row_order = RowOrder(torch.cat(rows))
-            ends = torch.tensor([len(indices) for indices in rows]).cumsum(0).tolist()
+            ends = torch.tensor([len(indices) for indices in rows], device="cpu").cumsum(0).tolist()
             slices = [slice(end - len(indices), end, 1) for end, indices in zip(ends, rows, strict=True)]
         self.slices: list[slice] = slices  # type: ignore[assignment]
         """The slice of rows that each matrix has in the joined weight."""
@@ -223,7 +223,7 @@ class UnpackedLinear(Layer):
     def weight(self) -> Tensor:
         """The joined weight [O, C]."""
         joined = self._join()
-        return torch.empty(0) if joined is None else joined
+        return torch.empty(0, device="cpu") if joined is None else joined
 
     @property
     def bias(self) -> Tensor | None:
@@ -387,7 +387,7 @@ def _terms_of(layer: Any) -> Iterator[Term]:
 def _as_slice(indices: Tensor) -> slice | None:
     """Return the slice that selects the indices [n]; None if they do not increase in equal steps."""
     first, step = int(indices[0]), int(indices[1] - indices[0]) if len(indices) > 1 else 1
-    if step < 1 or not indices.equal(torch.arange(first, first + step * len(indices), step)):
+    if step < 1 or not indices.equal(torch.arange(first, first + step * len(indices), step, device="cpu")):
         return None
     return slice(first, int(indices[-1]) + 1, step)
 

@@ -86,10 +86,11 @@ class LlavaNextTower(LlavaClipTower):
         order, before, per_tile = [], 0, self.tokens
         side = int(per_tile**0.5)
         for image, count in zip(images, counts, strict=True):
-            order.append(torch.arange(per_tile) + before)
+            order.append(torch.arange(per_tile, device="cpu") + before)
             first = before + per_tile
             # [rows of the canvas, columns of the canvas]
-            canvas = (torch.arange((count - 1) * per_tile) + first).view(image.rows, image.columns, side, side)
+            canvas = torch.arange((count - 1) * per_tile, device="cpu") + first
+            canvas = canvas.view(image.rows, image.columns, side, side)
             canvas = canvas.transpose(1, 2).reshape(image.rows * side, image.columns * side)
             shown = canvas[image.top : image.bottom, image.left : image.right]
             order.append(nn.functional.pad(shown, (0, 1), value=len(tokens)).flatten())

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from liger_models.base.vision_language import VisionLanguageModel, check_input_ids, insert_tokens, repeated_images
+from liger_models.common.device import as_tensor
 from liger_models.common.errors import check_integers, check_tensors, is_traced
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.decoder import CausalLMOutput, take_cu_seqlens
@@ -313,7 +314,7 @@ class GridImageModel(VisionLanguageModel):
             repeated[f"{medium}_grid_thw"] = grid[chosen]
             seconds = inputs.get("second_per_grid_ts")
             if medium == "video" and seconds is not None:
-                repeated["second_per_grid_ts"] = torch.as_tensor(seconds)[chosen]
+                repeated["second_per_grid_ts"] = as_tensor(seconds)[chosen]
         return repeated
 
 

@@ -226,7 +226,7 @@ class EqualImageModel(ImageTokenModel):
 
     def token_counts(self, images: tuple[Tensor, ...]) -> Tensor:
         """See `ImageTokenModel.token_counts`."""
-        return torch.full((len(images[0]),), self.tokens_of(*images))
+        return torch.full((len(images[0]),), self.tokens_of(*images), device="cpu")
 
     def image_features(self, pixel_values: Tensor) -> Tensor:
         """Return the image tokens [n, tokens, C] of ``pixel_values``, which has the shape given in `forward`."""

@@ -386,10 +386,12 @@ class Normalize:
         means = _setting(settings, "image_mean", mean) if normalizes else [0.0] * 3
         stds = _setting(settings, "image_std", std) if normalizes else [1.0] * 3
         numbers = _numbers("image_mean", means), _numbers("image_std", stds, positive=True)
-        self.mean, self.std = (torch.tensor(values, dtype=torch.float32).view(-1, 1, 1) for values in numbers)
+        self.mean, self.std = (
+            torch.tensor(values, dtype=torch.float32, device="cpu").view(-1, 1, 1) for values in numbers
+        )
         # transformers multiplies in fp64 and rounds to fp32 before it subtracts. Division by 255 in fp32 gives equal
         # values.
-        levels, divisor = torch.arange(256, dtype=torch.float64), 1 / self.factor
+        levels, divisor = torch.arange(256, dtype=torch.float64, device="cpu"), 1 / self.factor
         is_equal = torch.equal(levels.float() / divisor, (levels * self.factor).float())
         self.divisor = divisor if is_equal else None
 
@@ -399,7 +401,7 @@ class Normalize:
 
     def stack(self, images: Sequence[Tensor]) -> Tensor:
         """Normalize images [3, height, width] uint8 of one size, and return [images, 3, height, width] fp32."""
-        out = torch.empty(len(images), *images[0].shape, dtype=torch.float32)
+        out = torch.empty(len(images), *images[0].shape, dtype=torch.float32, device="cpu")
         for image, target in zip(images, out, strict=True):
             self.write(image.transpose(0, 1), target.transpose(0, 1))
         return out

@@ -428,7 +428,7 @@ class Processor(ABC):
         """
         media = sorted(self.media_ids)
         if isinstance(ids, Tensor):
-            return ids.masked_fill((masks == 0) | torch.isin(ids, torch.tensor(media)), -100)
+            return ids.masked_fill((masks == 0) | torch.isin(ids, torch.tensor(media, device=ids.device)), -100)
         return [
             [token if learns and token not in media else -100 for token, learns in zip(row, mask, strict=True)]
             for row, mask in zip(ids, masks, strict=True)
@@ -555,7 +555,7 @@ class Processor(ABC):
             raise ValueError(
                 f"{name}: rows of a tensor must have one length, got {sorted(set(lengths))}. Set padding=True."
             )
-        return ModelInputs({key: torch.tensor(column, dtype=torch.int64) for key, column in rows.items()})
+        return ModelInputs({key: torch.tensor(column, dtype=torch.int64, device="cpu") for key, column in rows.items()})
 
     def changed_files(self) -> dict[str, bytes]:
         """Return the files whose settings were changed: a mapping from file names to new contents."""

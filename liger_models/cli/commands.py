@@ -684,7 +684,7 @@ def bench(
     seconds = (time.perf_counter() - start) / steps
 
     # Compute the speed, and its fraction of the device's peak. Each row is a separate document.
-    bounds = torch.arange(0, rows * length + 1, length)
+    bounds = torch.arange(0, rows * length + 1, length, device="cpu")
     operations = flops(loaded, [{"input_ids": ids.cpu(), "cu_seqlens": bounds}])
     name = torch.get_device_module(target).get_device_name(target) if accelerated else "cpu"
     peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)

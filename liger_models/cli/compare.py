@@ -117,7 +117,7 @@ def trace(theirs: Any, **inputs: Any) -> Trace:
     """
     decoder = theirs.get_decoder()  # for a model with images, it may be a language model with a head
     blocks = getattr(getattr(decoder, "model", decoder), "layers", [])
-    recorded = Trace([{} for _ in blocks], torch.empty(0), torch.empty(0))
+    recorded = Trace([{} for _ in blocks], torch.empty(0, device="cpu"), torch.empty(0, device="cpu"))
 
     def record(parts: dict[str, tuple[Tensor, Tensor]], name: str, _: Any, args: Any, options: Any, out: Any) -> None:
         # Attention gets hidden_states as a keyword argument, and also returns its weights. Mixtures also return router
@@ -415,5 +415,5 @@ def random_text(config: Any, rows: int, length: int) -> Tensor:
     placeholders.
     """
     media = placeholder_ids(config)
-    words = torch.tensor([token for token in range(config.vocab_size) if token not in media])
-    return words[torch.randint(len(words), (rows, length), generator=torch.Generator().manual_seed(0))]
+    words = torch.tensor([token for token in range(config.vocab_size) if token not in media], device="cpu")
+    return words[torch.randint(len(words), (rows, length), generator=torch.Generator().manual_seed(0), device="cpu")]

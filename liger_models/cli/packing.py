@@ -243,7 +243,7 @@ def check_packing(model: CausalLM, lengths: tuple[int, ...] = LENGTHS) -> Iterat
         logits = model(ids, cu_seqlens=bounds).logits
         assert logits is not None
         torch.manual_seed(1)
-        upstream = torch.randn(logits.shape, dtype=torch.float32).to(device)
+        upstream = torch.randn(logits.shape, dtype=torch.float32, device="cpu").to(device)
         (packed,) = embeds
         own, read = [], []
         for j, span in enumerate(spans):

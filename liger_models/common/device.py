@@ -1,4 +1,4 @@
-"""Chooses a device (by name, or the best that the machine has), and creates empty tensors on a given device."""
+"""Chooses a device (by name, or the best that the machine has), and creates tensors on a given device."""
 
 from typing import Any
 
@@ -32,6 +32,12 @@ def available_device(where: str, name: str | None = None) -> torch.device:
             "of these."
         )
     return torch.device(name)
+
+
+def as_tensor(values: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor as `torch.as_tensor` does. A tensor stays on its device, and anything else becomes a tensor on
+    the CPU, whatever `torch.set_default_device` has chosen."""
+    return values.to(dtype=dtype) if isinstance(values, Tensor) else torch.as_tensor(values, dtype=dtype, device="cpu")
 
 
 def empty_on(device: Any, tensor: Tensor) -> Tensor:

@@ -66,6 +66,13 @@ Files = Mapping[Path, Any]
 """Maps paths to open safetensors files."""
 
 
+def read_slice(files: Files, file: Path, name: str, first: int, last: int) -> Tensor:
+    """Read rows ``first`` to ``last - 1`` of a tensor to the CPU, without dequantizing them."""
+    with torch.device("cpu"):  # safetensors creates slices, unlike whole tensors, on the default device
+        rows: Tensor = files[file].get_slice(name)[first:last]
+    return rows
+
+
 @dataclass(frozen=True)
 class Encoding(ABC):
     """The tensors in which a checkpoint stores a quantized weight [O, C], or the weights [X, O, C] of experts.
@@ -135,8 +142,7 @@ class Encoding(ABC):
         return replace(self, parts=parts, extras=tuple(extra._replace(file=to(extra.file)) for extra in self.extras))
 
     def _rows(self, files: Files, part: str, first: int, last: int) -> Tensor:
-        rows: Tensor = files[self.parts[part].file].get_slice(self.parts[part].name)[first:last]
-        return rows
+        return read_slice(files, self.parts[part].file, self.parts[part].name, first, last)
 
     def _whole(self, files: Files, part: str) -> Tensor:
         whole: Tensor = files[self.parts[part].file].get_tensor(self.parts[part].name)
@@ -216,7 +222,8 @@ class Mxfp4(Encoding):
     def encode(self, files: Files, values: Tensor) -> dict[str, Tensor] | None:
         # Encode one expert at a time to save memory.
         scales, codes = self._whole(files, "scales"), []
-        magnitudes, constants = torch.tensor(NUMBERS["e2m1"][:8], dtype=torch.float32), FORMATS[self.format]
+        magnitudes = torch.tensor(NUMBERS["e2m1"][:8], dtype=torch.float32, device="cpu")
+        constants = FORMATS[self.format]
         for value, scale in zip(values.cpu(), scales, strict=True):
             power = torch.ldexp(torch.ones_like(scale, dtype=torch.float32), 127 - scale.int())
             scaled = value.float().unflatten(-1, (-1, 32)) * power.unsqueeze(-1)
@@ -325,7 +332,7 @@ class BitsAndBytes(Encoding):
             return ((rows << 4) | (rows >> 4)).view(-1, width)
         if "nested" not in self.parts:
             return rows.view(-1, width)
-        blocks = torch.arange(first * width, last * width) // self.state["nested_blocksize"]
+        blocks = torch.arange(first * width, last * width, device="cpu") // self.state["nested_blocksize"]
         table, nested = self._whole(files, "nested_table"), self._whole(files, "nested")
         scales = table[rows.int()] * nested[blocks] + float(self.state["nested_offset"])
         return scales.view(-1, width)
@@ -566,7 +573,7 @@ def _join_bitsandbytes(stored: Stored, name: str, read: Read) -> None:
     rows, columns = state["shape"]
     check_width(name, columns, state["blocksize"])
     table = read(stored[names["table"]]).float()
-    if not torch.allclose(table, torch.tensor(NUMBERS["nf4"], dtype=torch.float32), rtol=0, atol=1e-7):
+    if not torch.allclose(table, torch.tensor(NUMBERS["nf4"], dtype=torch.float32, device="cpu"), rtol=0, atol=1e-7):
         raise ValueError(f"{stored[name].file}: {names['table']} must hold the numbers of NF4, got {table.tolist()}.")
 
     def make(parts: dict[str, StoredTensor]) -> Encoding:

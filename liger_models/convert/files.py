@@ -12,7 +12,14 @@ from safetensors import SafetensorError, safe_open
 
 from liger_models.common.chat_templates import ADDITIONAL
 from liger_models.common.json_files import parse_json
-from liger_models.convert.encodings import FLOATS, StoredTensor, check_quantization, quantization_of, recognize
+from liger_models.convert.encodings import (
+    FLOATS,
+    StoredTensor,
+    check_quantization,
+    quantization_of,
+    read_slice,
+    recognize,
+)
 from liger_models.convert.folder import check_complete
 
 CONFIG = "config.json"
@@ -237,8 +244,7 @@ def read_rows(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last:
     """
     if tensor.encoding is not None:
         return tensor.encoding.dense(files, first, last)
-    rows: torch.Tensor = files[tensor.file].get_slice(tensor.name)[first:last]
-    return rows
+    return read_slice(files, tensor.file, tensor.name, first, last)
 
 
 def read_whole(files: Mapping[Path, Any], tensor: StoredTensor) -> torch.Tensor:

@@ -440,8 +440,8 @@ def _extra_tensors(config: Any) -> dict[str, Tensor]:
         return {"rope_freqs.weight": plain / scaled}
     if isinstance(scaling, LongRopeScaling):
         return {
-            "rope_factors_long.weight": torch.tensor(scaling.long_factor, dtype=torch.float32),
-            "rope_factors_short.weight": torch.tensor(scaling.short_factor, dtype=torch.float32),
+            "rope_factors_long.weight": torch.tensor(scaling.long_factor, dtype=torch.float32, device="cpu"),
+            "rope_factors_short.weight": torch.tensor(scaling.short_factor, dtype=torch.float32, device="cpu"),
         }
     return {}
 

@@ -19,13 +19,12 @@ from torch import Tensor, nn
 
 from liger_models.common.chat_templates import join_templates
 from liger_models.convert.config_map import blaming, is_causal, read_config
-from liger_models.convert.encodings import FLOATS, Encoding, StoredTensor
+from liger_models.convert.encodings import FLOATS, Encoding, StoredTensor, read_slice
 from liger_models.convert.files import (
     CONFIG,
     as_dtype,
     asset_patterns,
     open_files,
-    open_safetensors,
     read_headers,
     read_json_config,
     read_quantization,
@@ -200,7 +199,7 @@ def _headers_of_all(folder: Path) -> dict[str, StoredTensor]:
     with raise_on_all_ranks(), open_files() as files:
         for name in matrices[:: max(len(matrices) // SAMPLES, 1)]:
             header = stored[name]
-            digest.update(repr(files[header.file].get_slice(header.name)[:1].float().tolist()).encode())
+            digest.update(repr(read_slice(files, header.file, header.name, 0, 1).float().tolist()).encode())
     digests: list[Any] = [None] * world_size()
     dist.all_gather_object(digests, digest.digest())
     others = [number for number, other in enumerate(digests) if other != digests[0]]
@@ -574,12 +573,14 @@ def _check_head(weights: WeightMap, stored: Mapping[str, StoredTensor], hf_confi
     (embedding,) = weights.entries["embed_tokens.weight"].names()
     levels = ", at the top level and in text_config," if hf_config.get("text_config") else ""
     for head in (name for name in weights.skip if name in stored and name.endswith("lm_head.weight")):
-        with open_safetensors(stored[embedding].file) as first, open_safetensors(stored[head].file) as second:
-            ours, theirs = first.get_slice(embedding), second.get_slice(head)
-            blocks = [slice(row, row + 4096) for row in range(0, stored[head].shape[0], 4096)]
-            same = stored[embedding].shape == stored[head].shape and all(
-                torch.equal(ours[rows].to(theirs[rows].dtype), theirs[rows]) for rows in blocks
-            )
+        same, rows = stored[embedding].shape == stored[head].shape, stored[head].shape[0]
+        with open_files() as files:
+            for first in range(0, rows if same else 0, 4096):
+                ours, theirs = (
+                    read_slice(files, stored[name].file, name, first, min(first + 4096, rows))
+                    for name in (embedding, head)
+                )
+                same = same and torch.equal(ours.to(theirs.dtype), theirs)
         if not same:
             raise ValueError(
                 f"{stored[head].file}: {head} must be equal to {embedding} by tie_word_embeddings in {CONFIG}, got "

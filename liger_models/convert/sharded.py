@@ -259,7 +259,7 @@ def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[
         lead = list(shapes[name][: len(shapes[name]) - units])
         starts[name] = count
         end = count + math.prod(lead)
-        numbers[name] = torch.arange(count, end).view(*lead, *[1] * units)
+        numbers[name] = torch.arange(count, end, device="cpu").view(*lead, *[1] * units)
         count = end
     required = expression.pack(numbers)
     for dim in range(ndim - units):
@@ -284,7 +284,9 @@ def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[
         lows = torch.cat([rows[:1], rows[gaps + 1]]).tolist()
         highs = (torch.cat([rows[gaps], rows[-1:]]) + 1).tolist()
         runs[name] = list(zip(lows, highs, strict=True))
-        available += [torch.arange(start + low * row_slices, start + high * row_slices) for low, high in runs[name]]
+        available += [
+            torch.arange(start + low * row_slices, start + high * row_slices, device="cpu") for low, high in runs[name]
+        ]
     if not available:
         return Rows({}, units, None)
 
@@ -309,7 +311,7 @@ def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
         dimensions of the parameter. Each row is in exactly one matrix. If the matrices do not consist of whole rows of
         the parameter, the parameter is treated as one matrix or, for a stack of experts, as X matrices.
     """
-    numbers = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], 1)
+    numbers = torch.arange(math.prod(shape[:-1]), device="cpu").view(*shape[:-1], 1)
     if len(shape) == 3:
         unpacked = expression.unpack(numbers).values()  # [X, n, 1], transposed, or [n, 1] of each expert
         matrices = [rows.flatten() for tensor in unpacked for rows in (tensor if tensor.dim() == 3 else [tensor])]

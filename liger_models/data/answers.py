@@ -77,7 +77,8 @@ class AnswerRows(PackedRows):
 
     def _with_answers(self) -> list[int]:
         """Return the indices of the examples whose answers begin within the first ``length`` tokens."""
-        sizes = self.tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).view(-1, 2)  # [examples, 2]
+        ends = self.tokens.ends
+        sizes = ends.diff(prepend=ends.new_zeros(1)).view(-1, 2)  # [examples, 2]
         is_long = (sizes > self.length).any(1).tolist()
         return [
             number
@@ -105,7 +106,7 @@ class AnswerRows(PackedRows):
         # The order of an epoch depends only on the seed and the epoch's number, so that any process can resume the
         # epoch.
         if self.shuffle and self._order is None:
-            self._order = torch.randperm(len(self), generator=seeded_generator(self.seed, self.epoch))
+            self._order = torch.randperm(len(self), generator=seeded_generator(self.seed, self.epoch), device="cpu")
         return index if self._order is None else int(self._order[index])
 
     def __len__(self) -> int:
@@ -126,7 +127,8 @@ class AnswerRows(PackedRows):
 
     def count_equal(self) -> int:
         """Return the number of pairs whose two answers are equal, for example because both were cut."""
-        sizes = self.tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).view(-1, 2).clamp(max=self.length)
+        ends = self.tokens.ends
+        sizes = ends.diff(prepend=ends.new_zeros(1)).view(-1, 2).clamp(max=self.length)
         alike = (sizes[:, 0] == sizes[:, 1]).tolist()
         pairs = (self._documents(number)[:2] for number in self.kept if alike[number])
         return sum(torch.equal(first, second) for first, second in pairs)
@@ -199,7 +201,8 @@ class AnswerDataset(PackedDataset):
     def _notes(self) -> list[str]:
         """Return notes with numbers: examples that are left out, sequences that are cut, pairs with equal answers."""
         parts: Any = getattr(self.rows, "parts", [self.rows])
-        sizes = [part.tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64)).view(-1, 2) for part in parts]
+        ends = [part.tokens.ends for part in parts]
+        sizes = [end.diff(prepend=end.new_zeros(1)).view(-1, 2) for end in ends]
         left_out = sum(len(size) - len(part.kept) for part, size in zip(parts, sizes, strict=True))
         cut = sum(int((size[part.kept] > self.length).sum()) for part, size in zip(parts, sizes, strict=True))
         equal = sum(part.count_equal() for part in parts) if self.formats != ("kto",) else 0
@@ -250,7 +253,7 @@ class AnswerDataset(PackedDataset):
         unrelated = [torch.cat(pair) for pair in zip(prompts, answers[1:] + answers[:1], strict=True)]
         return {
             **self._padded(first, rows),
-            "preference_labels": torch.tensor([bool(label) for label in second]),
+            "preference_labels": torch.tensor([bool(label) for label in second], device="cpu"),
             **{f"kl_{name}": tensor for name, tensor in self._padded(unrelated).items()},
         }
 

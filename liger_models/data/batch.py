@@ -21,7 +21,7 @@ def make_row(pieces: Sequence[Tensor], length: int, filler: int) -> Batch:
         filler: the token id of padding.
     """
     bounds = [0, *itertools.accumulate(map(len, pieces))]  # of the documents
-    padding = torch.full((length - bounds[-1],), ~filler, dtype=torch.int32)
+    padding = torch.full((length - bounds[-1],), ~filler, dtype=torch.int32, device="cpu")
     tokens = torch.cat([*pieces, padding]).long()[None]  # [1, length]
     if len(padding):
         bounds.append(length)
@@ -31,7 +31,7 @@ def make_row(pieces: Sequence[Tensor], length: int, filler: int) -> Batch:
     return {
         "input_ids": torch.where(tokens < 0, ~tokens, tokens),
         "labels": labels,
-        "cu_seqlens": torch.tensor(bounds, dtype=torch.int32),
+        "cu_seqlens": torch.tensor(bounds, dtype=torch.int32, device="cpu"),
     }
 
 
@@ -41,7 +41,7 @@ def collate(rows: Sequence[Batch]) -> Batch:
     Args:
         rows: at least one batch.
     """
-    bounds, tokens = [torch.zeros(1, dtype=torch.int32)], 0
+    bounds, tokens = [torch.zeros(1, dtype=torch.int32, device="cpu")], 0
     for row in rows:
         bounds.append(row["cu_seqlens"][1:] + tokens)
         tokens += row["input_ids"].numel()

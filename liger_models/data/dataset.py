@@ -432,7 +432,8 @@ class PackedDataset(IterableDataset[Batch]):
             skipped, self.encoder.skipped = self.encoder.skipped, Skipped()
             self._warn(skipped.count, skipped.why, 0)
             if self.shuffle:
-                order = torch.randperm(len(documents), generator=seeded_generator(self.seed, self.epoch, self._read))
+                generator = seeded_generator(self.seed, self.epoch, self._read)
+                order = torch.randperm(len(documents), generator=generator, device="cpu")
                 documents = [documents[i] for i in order.tolist()]
 
             pieces = [piece for document in documents for piece in self._split(document)]
@@ -440,7 +441,8 @@ class PackedDataset(IterableDataset[Batch]):
                 raise ValueError(f"PackedDataset: the first {len(window)} examples of {self._named()} {_NO_TARGETS}")
 
             # Yield the rows of the window, starting at the position.
-            packed, ends = pack(torch.tensor([len(ids) for ids, _ in pieces], dtype=torch.int64), self.length)
+            sizes = torch.tensor([len(ids) for ids, _ in pieces], dtype=torch.int64, device="cpu")
+            packed, ends = pack(sizes, self.length)
             for row in packed.tensor_split(ends[:-1])[begun : len(ends)]:
                 yield [pieces[i] for i in row.tolist()]
             begun = 0
@@ -455,7 +457,7 @@ class PackedDataset(IterableDataset[Batch]):
 
     def _split(self, document: Document) -> list[Piece]:
         """Return the pieces of a document of a stream."""
-        ids = torch.tensor(document.ids, dtype=torch.int32)
+        ids = torch.tensor(document.ids, dtype=torch.int32, device="cpu")
         if document.media and len(ids) > self.length:
             # A row must contain whole images, so truncate the document before an image that does not fit.
             end = keep_whole([(medium.first, medium.end) for medium in document.media], self.length)
@@ -464,5 +466,5 @@ class PackedDataset(IterableDataset[Batch]):
             return [(ids[:end], media)] if has_target(ids[:end]) else []
         if document.media:
             return [(ids, document.media)]
-        starts, sizes = split_documents(torch.tensor([len(ids)]), self.length, self.overflow)
+        starts, sizes = split_documents(torch.tensor([len(ids)], device="cpu"), self.length, self.overflow)
         return [(ids[start : start + size], ()) for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]

@@ -39,7 +39,8 @@ class PackedLoader(DataLoader[Batch]):
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         self.data._begin()
         epoch = self.data.epoch
-        batches = super().__iter__()
+        with torch.device("cpu"):  # the device of the generator, from which PyTorch draws a seed
+            batches = super().__iter__()
         # The iterator ends its workers when its last reference is dropped, but the traceback of an error keeps one.
         # At the end of the program, PyTorch would send SIGTERM to the workers, which ignore it, and would then wait for
         # them forever.

@@ -79,7 +79,7 @@ class MixedRows(PackedRows):
             size, first, last = len(part), self.epoch * count, (self.epoch + 1) * count
             cycles = [self._order(size, number, cycle) for cycle in range(first // size, -(-last // size))]
             skipped = first // size * size  # rows of the cycles before
-            parts.append(torch.full((count,), number))
+            parts.append(torch.full((count,), number, device="cpu"))
             rows.append(torch.cat(cycles)[first - skipped : last - skipped])
         # Shuffle the rows of all parts together.
         order = self._order(len(self), len(self.parts), self.epoch)
@@ -87,4 +87,6 @@ class MixedRows(PackedRows):
 
     def _order(self, size: int, number: int, cycle: int) -> Tensor:
         generator = seeded_generator(self.seed, number, cycle)
-        return torch.randperm(size, generator=generator) if self.shuffle else torch.arange(size)
+        if self.shuffle:
+            return torch.randperm(size, generator=generator, device="cpu")
+        return torch.arange(size, device="cpu")

@@ -42,7 +42,8 @@ def split_documents(sizes: Tensor, length: int, overflow: str, kept: Tensor | No
 
     # Each piece begins with the last token of the piece before, so it adds length - 1 tokens.
     counts = ((sizes - 1 + length - 2) // (length - 1)).clamp(min=1)
-    number = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)  # in its document
+    number = torch.arange(int(counts.sum()), device="cpu")
+    number -= (counts.cumsum(0) - counts).repeat_interleave(counts)  # in its document
     offsets = number * (length - 1)
     return starts.repeat_interleave(counts) + offsets, (sizes.repeat_interleave(counts) - offsets).clamp(max=length)
 
@@ -67,9 +68,9 @@ def pack(sizes: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 
     # Rows are numbered in the order in which they were opened. Renumber them by the index of their first piece, which
     # is their longest.
-    by_longest = descending.index_select(0, torch.tensor(first_of, dtype=torch.int64)).argsort()
-    number_of = torch.empty_like(by_longest).scatter_(0, by_longest, torch.arange(len(by_longest)))
-    row_numbers = number_of.index_select(0, torch.tensor(row_of, dtype=torch.int64))
+    by_longest = descending.index_select(0, torch.tensor(first_of, dtype=torch.int64, device="cpu")).argsort()
+    number_of = torch.empty_like(by_longest).scatter_(0, by_longest, torch.arange(len(by_longest), device="cpu"))
+    row_numbers = number_of.index_select(0, torch.tensor(row_of, dtype=torch.int64, device="cpu"))
     row_of_piece = torch.empty_like(descending).scatter_(0, descending, row_numbers)
     return row_of_piece.argsort(stable=True), row_of_piece.bincount().cumsum(0)
 
@@ -149,7 +150,7 @@ class PackedRows(Dataset[Batch]):
     ) -> None:
         self.tokens, self.make_row, self.shuffle, self.seed = tokens, make_row, shuffle, seed
         self.epoch, self.length = 0, make_row.length
-        sizes = tokens.ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
+        sizes = tokens.ends.diff(prepend=tokens.ends.new_zeros(1))
         self.longer = int((sizes > self.length).sum())
         kept = self._keep_whole(sizes)
         self.truncated = int((kept < sizes).sum())
@@ -178,7 +179,7 @@ class PackedRows(Dataset[Batch]):
         documents = torch.searchsorted(ends, first, right=True)  # [images], the document of each image
         for document in documents[sizes[documents] > self.length].unique().tolist():
             start, end = int(ends[document] - sizes[document]), int(ends[document])
-            images = slice(*torch.searchsorted(first, torch.tensor([start, end])).tolist())
+            images = slice(*torch.searchsorted(first, torch.tensor([start, end], device="cpu")).tolist())
             bounds = zip((first[images] - start).tolist(), (last[images] - start).tolist(), strict=True)
             size = keep_whole(list(bounds), self.length)
             kept[document] = size if has_target(self.tokens.ids[start : start + size]) else 0
@@ -218,7 +219,9 @@ class PackedRows(Dataset[Batch]):
         if self._packed is None:
             count = len(self._sizes)
             generator = seeded_generator(self.seed, self.epoch)
-            order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
+            order = torch.arange(count, device="cpu")
+            if self.shuffle:
+                order = torch.randperm(count, generator=generator, device="cpu")
             ends = []
             for number, window in enumerate(order.split(WINDOW)):
                 start = number * WINDOW

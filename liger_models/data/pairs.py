@@ -171,7 +171,7 @@ class PairRows(AnswerRows):
         size, _, *key = self._document(first)[:HEAD].tolist()
         return {
             "texts": [self._document(first + 1 + index) for index in range(size)],
-            "key": torch.tensor(key, dtype=torch.int32).view(torch.int64),  # [1]
+            "key": torch.tensor(key, dtype=torch.int32, device="cpu").view(torch.int64),  # [1]
             "scores": self.scores(number),
         }
 
@@ -296,10 +296,10 @@ class PairDataset(PackedDataset):
             numbered = [item for part in parts for item in part]
         texts = [text for _, text in numbered]
         batch = pack_texts(texts, self._filler) | {
-            "counted": torch.tensor(counted),
+            "counted": torch.tensor(counted, device="cpu"),
             "query_keys": torch.cat([row["key"] for row in rows]),
-            "keys": torch.tensor([key_of(text.numpy().tobytes()) for text in texts]),
-            "example": torch.tensor([number for number, _ in numbered]),
+            "keys": torch.tensor([key_of(text.numpy().tobytes()) for text in texts], device="cpu"),
+            "example": torch.tensor([number for number, _ in numbered], device="cpu"),
         }
         scores = torch.cat([row["scores"] for row in rows])
         return batch | ({"scores": scores} if len(scores) else {})

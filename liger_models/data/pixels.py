@@ -44,7 +44,7 @@ class RowMaker:
         if broken_media not in BROKEN_MEDIA:
             raise ValueError(f"PackedDataset: broken_media must be one of {BROKEN_MEDIA}, got {broken_media!r}.")
         self.length, self.filler, self.processor, self.broken_media = length, filler, processor, broken_media
-        self.broken = torch.zeros(WORKERS, dtype=torch.int64).share_memory_()
+        self.broken = torch.zeros(WORKERS, dtype=torch.int64, device="cpu").share_memory_()
 
     def __call__(self, pieces: Sequence[Piece]) -> Batch:
         """Return a batch with one row.

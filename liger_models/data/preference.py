@@ -110,7 +110,7 @@ def preference_batch(
     filler = 0 if tokenizer is None else tokenizer.padding_id
 
     def padded(value: int, of_row: Callable[[list[int], list[int]], list[int]]) -> Tensor:
-        tensors = [torch.tensor(of_row(row.prompt, row.answer)) for row in rows]
+        tensors = [torch.tensor(of_row(row.prompt, row.answer), device="cpu") for row in rows]
         return pad_sequence(tensors, batch_first=True, padding_value=value)
 
     # [2 · pairs, T]

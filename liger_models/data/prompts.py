@@ -102,9 +102,9 @@ class PromptDataset(PackedDataset):
         self._warn(skipped.count, skipped.why, 0)
         stored: Any = SimpleNamespace(
             documents=len(ends),
-            ids=torch.tensor(tokens, dtype=torch.int32),
-            ends=torch.tensor(ends, dtype=torch.int64),
-            media=torch.tensor(bounds, dtype=torch.int64).view(-1, 2),
+            ids=torch.tensor(tokens, dtype=torch.int32, device="cpu"),
+            ends=torch.tensor(ends, dtype=torch.int64, device="cpu"),
+            media=torch.tensor(bounds, dtype=torch.int64, device="cpu").view(-1, 2),
             media_checksum=zlib.crc32(
                 json.dumps([(image.size, image.checksum) for images in media for image in images]).encode()
             ),

@@ -90,7 +90,9 @@ class TokenFile:
         self.ends = torch.from_file(str(folder / ENDS), size=self.documents, dtype=torch.int64)
         images = self._files[PLACES][0] // 32
         # An empty file cannot be mapped.
-        places = torch.from_file(str(folder / PLACES), size=4 * images, dtype=torch.int64) if images else torch.empty(0)
+        places = torch.empty(0, device="cpu")
+        if images:
+            places = torch.from_file(str(folder / PLACES), size=4 * images, dtype=torch.int64)
         self._places = places.long().view(-1, 4)
         self.media = self._places[:, :2]
 
@@ -154,7 +156,8 @@ class TokenFile:
         """Return the images whose first token is at a position from ``start`` to ``end`` - 1."""
         if not len(self.media):
             return []
-        first, last = torch.searchsorted(self.media[:, 0].contiguous(), torch.tensor([start, end])).tolist()
+        bounds = torch.tensor([start, end], device="cpu")
+        first, last = torch.searchsorted(self.media[:, 0].contiguous(), bounds).tolist()
         if first == last:
             return []
 

@@ -35,6 +35,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from liger_models.common.device import as_tensor
 from liger_models.common.errors import check_values
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.layer import routed_layers
@@ -99,7 +100,7 @@ def read_routing(
         )
 
     # The last token has no row. If the payload has a row for it, this row is padding.
-    experts = torch.full((num_tokens, len(indices), K), -1, dtype=torch.int16)
+    experts = torch.full((num_tokens, len(indices), K), -1, dtype=torch.int16, device="cpu")
     rows = select_routing(model, rows[: num_tokens - 1 - start])
     if earlier is not None:
         if earlier.shape[1:] != experts.shape[1:] or len(earlier) < start:
@@ -179,7 +180,7 @@ def routing_rows(model: Decoder, experts: Tensor, *, start: int = 0) -> Tensor:
             f"routing_rows: experts must be known for every token but the last, got none for token {token}. "
             "Engines have no value for it; drop the tokens from there on."
         )
-    blocks = torch.zeros(len(rows), len(model.layers), K, dtype=torch.int32)
+    blocks = torch.zeros(len(rows), len(model.layers), K, dtype=torch.int32, device="cpu")
     blocks[:, indices] = rows.to(torch.int32)
     return blocks.to(torch.uint8 if model.routers[0].num_experts <= 256 else torch.uint16)
 
@@ -225,7 +226,7 @@ def _decode(payload: Any, blocks: int, K: int) -> Tensor:
             )
         data, dtype, shape = payload["data"], names[payload["dtype"]], list(payload["shape"])
     if not isinstance(data, str | bytes):
-        rows = torch.as_tensor(data)
+        rows = as_tensor(data)
         if rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool:
             raise ValueError(f"read_routing: payload must be integers, got {rows.dtype}.")
         return rows.cpu()
@@ -237,7 +238,7 @@ def _decode(payload: Any, blocks: int, K: int) -> Tensor:
     if data.startswith(NPY):
         data, dtype, shape = _read_npy(data)
     if not data:
-        return torch.empty(0, blocks, K, dtype=torch.int32)
+        return torch.empty(0, blocks, K, dtype=torch.int32, device="cpu")
     try:
         return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
     except (RuntimeError, ValueError) as error:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_models.common.device import as_tensor
 from liger_models.generation.options import Settings
 from liger_models.layers.decoder import Decoder
 
@@ -22,10 +23,10 @@ def batch_prompts(
     The mask is None if there is no padding.
     """
     device = model.device
-    prompts = torch.as_tensor(prompts) if hasattr(prompts, "__array__") else prompts  # from NumPy
+    prompts = as_tensor(prompts) if hasattr(prompts, "__array__") else prompts  # from NumPy
     if isinstance(prompts, Tensor):
         ids = prompts[None] if prompts.dim() == 1 else prompts
-        mask = None if attention_mask is None else torch.as_tensor(attention_mask)
+        mask = None if attention_mask is None else as_tensor(attention_mask)
     else:
         if attention_mask is not None:
             raise ValueError("generate: attention_mask needs a tensor of prompts; a list is padded here.")
@@ -109,7 +110,7 @@ def _pad(prompts: Any, pad_token_id: int) -> tuple[Tensor, Tensor]:
     if not isinstance(prompts, Iterable) or isinstance(prompts, str | Mapping):
         raise ValueError(f"generate: input_ids must be prompts or a tensor of them, got {type(prompts).__name__}.")
     items: list[Any] = list(prompts)
-    rows = [torch.as_tensor(prompt) for prompt in ([items] if items and isinstance(items[0], Integral) else items)]
+    rows = [as_tensor(prompt) for prompt in ([items] if items and isinstance(items[0], Integral) else items)]
     shapes = [list(row.shape) for row in rows]
     if not rows or not all(row.dim() == 1 and len(row) for row in rows):
         raise ValueError(

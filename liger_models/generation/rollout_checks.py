@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from liger_models.common.device import as_tensor
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.generation.deterministic import refusal as deterministic_refusal
 from liger_models.generation.draft_rounds import draft_refusal
@@ -34,7 +35,7 @@ def check_prompts(model: Decoder, prompts: Any) -> list[list[int]]:
     """
     if not isinstance(prompts, Iterable):
         raise ValueError(f"rollout: prompts must be a list of prompts, got {type(prompts).__name__}.")
-    tensors = [torch.as_tensor(prompt) for prompt in prompts]
+    tensors = [as_tensor(prompt) for prompt in prompts]
     shapes = [list(prompt.shape) for prompt in tensors if prompt.dim() != 1 or not len(prompt)]
     if not tensors or shapes:
         raise ValueError(

@@ -137,7 +137,7 @@ def copy_later(x: Tensor) -> Callable[[], Tensor]:
     if x.device.type not in ACCELERATORS:
         return lambda: x
     # With pinned memory, the copy runs asynchronously. The event marks the end of the copy.
-    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device="cpu").copy_(x, non_blocking=True)
     copied = torch.accelerator.current_stream(x.device).record_event()
 
     def read() -> Tensor:

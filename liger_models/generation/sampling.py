@@ -179,7 +179,7 @@ def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def _seeds(seed: int | list[int], rows: int) -> Tensor:
-    return torch.tensor([*range(seed, seed + rows)] if isinstance(seed, int) else seed)
+    return torch.tensor([*range(seed, seed + rows)] if isinstance(seed, int) else seed, device="cpu")
 
 
 def token_mask(tokens: Tensor, vocab_size: int) -> Tensor:

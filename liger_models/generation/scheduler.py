@@ -91,7 +91,8 @@ class Scheduler:
             self.prefill_options = {"logits_to_keep": 1}
 
         layers = model.routers if record_routing else []
-        self.no_experts = torch.full((1, len(layers), layers[0].top_k if layers else 0), -1, dtype=torch.int16)
+        shape = 1, len(layers), layers[0].top_k if layers else 0
+        self.no_experts = torch.full(shape, -1, dtype=torch.int16, device="cpu")
         """Placeholder [1, L, K] for the experts of a token on which the model has not run."""
 
         # The queue of waiting rows, and the running rows in the order in which they left the queue.
@@ -412,7 +413,8 @@ class Scheduler:
         experts = torch.cat([*row.experts, self.no_experts]) if self.record_routing else None
         row.experts = []
         self.completions[row.number] = Completion(
-            torch.tensor(row.tokens[row.begin :]), torch.tensor(row.log_probs, dtype=torch.float32), reason, experts,
+            torch.tensor(row.tokens[row.begin :], device="cpu"),
+            torch.tensor(row.log_probs, dtype=torch.float32, device="cpu"), reason, experts,
             None if self.draft is None else row.steps,
         )  # fmt: skip
 

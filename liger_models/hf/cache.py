@@ -156,7 +156,7 @@ class LigerCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row ``repeats`` times."""
-        self.decode.select(torch.arange(self.batch_size).repeat_interleave(repeats))
+        self.decode.select(torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens. To remove n tokens, pass −n as ``tokens_to_remove``.

@@ -521,7 +521,7 @@ def body_tensors(decoder: CausalLM, parameters: Mapping[str, Tensor]) -> dict[st
     # If the head is not tied, the weight map requires the head's parameters. Use empty tensors for them, which are
     # dropped below.
     entries = format_of(type(decoder)).weight_map(decoder.config).entries
-    head = {name: torch.empty(0) for name in entries if name.startswith("lm_head.")}
+    head = {name: torch.empty(0, device="cpu") for name in entries if name.startswith("lm_head.")}
     body = {name: tensor for name, tensor in parameters.items() if not name.startswith("lm_head.")}
     stored = as_stored("save_pretrained", decoder, merge=False, parameters=body | head)
     heads = {theirs for name in head for theirs in entries[name].names()}

@@ -79,7 +79,7 @@ class FrozenParameters(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FrozenParameters":
         """Implement ``model.to``: move the bytes, and change the dtype of the dequantized weight."""
-        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -362,7 +362,8 @@ def offset_of(parameter: Any) -> tuple[int, ...]:
         return (0,) * int(parameter.dim())
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # slow to import
 
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    with torch.device("cpu"):  # PyTorch reads numbers from tensors that it creates on the default device
+        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return tuple(int(start) for start in offset)
 
 

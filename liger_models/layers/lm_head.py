@@ -67,7 +67,8 @@ class HostCount:
             stream.wait_stream(torch.accelerator.current_stream(count.device))
             count.record_stream(stream)
             with stream:
-                self._count = torch.empty((), dtype=torch.int64, pin_memory=True).copy_(count, non_blocking=True)
+                self._count = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
+                self._count.copy_(count, non_blocking=True)
             self._copied = stream.record_event()
 
     def __int__(self) -> int:

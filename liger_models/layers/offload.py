@@ -237,7 +237,7 @@ def _send(data: Tensor, before: Kept | None) -> Kept:
         return Kept(data.device, data.clone().split(PIECE), None, before)
     stream = _streams(data.device)[0]
     parts = data.split(PIECE)
-    host = tuple(torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts)
+    host = tuple(torch.empty(part.shape, dtype=part.dtype, pin_memory=True, device="cpu") for part in parts)
     stream.wait_stream(torch.accelerator.current_stream(data.device))
     with stream:
         for piece, part in zip(host, parts, strict=True):

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from liger_models.common.device import as_tensor
 from liger_models.kernels.attention.token_slots import token_slots
 from liger_models.kernels.attention.write_pages import write_pages
 from liger_models.kernels.dispatch import ACCELERATORS
@@ -62,7 +63,7 @@ class PagePool(PagedCache):
         device, shape = self.lengths.device, (rows, self._own.shape[1])
         self.rows = rows
         self._table = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._host_table = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type in ACCELERATORS)
+        self._host_table = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type in ACCELERATORS, device="cpu")
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         self.remaining = torch.zeros(rows, dtype=torch.int64, device=device)
         """Number of tokens that must still be generated for each row. A row with 0 remaining tokens is idle."""
@@ -95,7 +96,7 @@ class PagePool(PagedCache):
     def assign(self, row: int, pages: list[int]) -> None:
         """Write the list of a row's pages, in the order of the row's tokens, to the table on the host."""
         self._host_table[row] = 0
-        self._host_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self._host_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32, device="cpu")
 
     def copy(self, pages: list[tuple[int, int]], rows: list[tuple[int, int]]) -> None:
         """Copy pages, and copy the states of rows. Each pair is (source, target)."""
@@ -119,7 +120,7 @@ class PagePool(PagedCache):
         """
         slots = []
         for row, begin, end in parts:
-            position = torch.arange(begin, end)
+            position = torch.arange(begin, end, device="cpu")
             slots.append(self._host_table[row, position // self.page].long() * self.page + position % self.page)
         self.slots = self.upload(torch.cat(slots))
         self._filled = self.upload([row for row, _, _ in parts])
@@ -225,7 +226,7 @@ class PagePool(PagedCache):
 
     def upload(self, values: "Tensor | list[tuple[int, int]] | list[list[int]] | list[int]") -> Tensor:
         """Copy integers from the host to the device as int64, without waiting for the copy."""
-        host = torch.as_tensor(values, dtype=torch.int64)
+        host = as_tensor(values, torch.int64)
         if self.lengths.device.type in ACCELERATORS:
             host = host.pin_memory()
         return host.to(self.lengths.device, non_blocking=True)

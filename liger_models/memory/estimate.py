@@ -345,6 +345,7 @@ def _block_bytes(model: Decoder, block: nn.Module, tokens: int, dtype: torch.dty
             name: torch.empty(
                 parameter.shape,
                 dtype=dtype if parameter.is_floating_point() and parameter not in adapters else parameter.dtype,
+                device="cpu",
             ).requires_grad_(parameter.requires_grad)
             for name, parameter in block.named_parameters()
         }
@@ -352,8 +353,8 @@ def _block_bytes(model: Decoder, block: nn.Module, tokens: int, dtype: torch.dty
         # The batch is one row of tokens. A counted mask stands for any mask: attention saves what a fused kernel would
         # save.
         shape = (1, tokens, model.config.hidden_size)  # [1, tokens, C]
-        x, residual = (torch.empty(shape, dtype=dtype).requires_grad_() for _ in range(2))
-        layout = model.layout((1, tokens), residual, position_ids=torch.arange(tokens))
+        x, residual = (torch.empty(shape, dtype=dtype, device="cpu").requires_grad_() for _ in range(2))
+        layout = model.layout((1, tokens), residual, position_ids=torch.arange(tokens, device="cpu"))
         layout = model.stand_ins(layout, residual)
         for spec in (layer.attention for layer in layers_of(block)):
             if spec is not None:

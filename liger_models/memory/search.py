@@ -236,7 +236,7 @@ class Search:
         these moments, [H]."""
         offloaded, moments = offloaded_blocks(self.blocks, offload), self.memory.moments
         choices = (host_blocks(self.blocks, count, offloaded) for count in self._host_counts)
-        return torch.tensor([sum(moments[index] for index in blocks) for blocks in choices])
+        return torch.tensor([sum(moments[index] for index in blocks) for blocks in choices], device="cpu")
 
     def _count_types(self, offloaded: Collection[int], is_away: bool) -> tuple[tuple[int, int], ...]:
         """Return the number of blocks of each type, as pairs (type, number). Count the offloaded blocks if ``is_away``
@@ -256,7 +256,7 @@ class Search:
             largest: the bound in `Case` for offloaded blocks; None if the blocks are not offloaded.
         """
         policies = len(CHECKPOINTING_POLICIES)
-        sums = torch.zeros(1, COUNTS + len(self.first) * policies, dtype=torch.float64)
+        sums = torch.zeros(1, COUNTS + len(self.first) * policies, dtype=torch.float64, device="cpu")
         for block_type, count in counts:
             # Make the row of one block for each policy that is within the bounds.
             index, rows = self.first[block_type], []
@@ -275,7 +275,7 @@ class Search:
 
             # Divide the blocks of this type among the policies in all possible ways, and add the results to all sums so
             # far.
-            divisions = torch.cartesian_prod(*[torch.arange(count + 1)] * len(rows)).view(-1, len(rows))
+            divisions = torch.cartesian_prod(*[torch.arange(count + 1, device="cpu")] * len(rows)).view(-1, len(rows))
             divisions = divisions[divisions.sum(1) == count]  # [divisions, policies]
             type_sums = _pareto(divisions.double() @ torch.stack(rows))  # [divisions, columns]
             sums = _pareto((sums[:, None] + type_sums).flatten(0, 1))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from liger_models.common.device import as_tensor
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.frozen import own_parameters
@@ -60,9 +61,7 @@ class StepTimes(NamedTuple):
             moments: bytes of moments that are kept in host memory.
             in_backward: whether the optimizer steps during the backward.
         """
-        recomputed, moved, moments = (
-            torch.as_tensor(values, dtype=torch.float64) for values in (recomputed, moved, moments)
-        )
+        recomputed, moved, moments = (as_tensor(values, torch.float64) for values in (recomputed, moved, moments))
 
         # Compute the time of a batch. Computation and copies overlap, so the longer of the two counts.
         backward = self.backward + recomputed
@@ -123,7 +122,8 @@ def _operations(module: nn.Module, tokens: int, length: int) -> tuple[float, flo
     if isinstance(module, Layer):
         active, per_token, spec = module.active_share, float(module.token_flops), module.attention
         if spec is not None:  # times the mean number of keys that a token attends to
-            per_token += spec.pair_flops * spec.pairs(torch.tensor(float(length), dtype=torch.float64)).item() / length
+            pairs = spec.pairs(torch.tensor(float(length), dtype=torch.float64, device="cpu"))
+            per_token += spec.pair_flops * pairs.item() / length
 
     # There is one product in the forward, and one or two in the backward: a frozen weight needs no gradient.
     once = [2.0 * active * size * tokens for size in matrices.values()]
@@ -261,7 +261,7 @@ def _now(device: torch.device) -> float:
 def _copy_speed(device: torch.device) -> float:
     """Measure the bytes per second of copies from a device to host memory."""
     source = torch.empty(2**26, dtype=torch.uint8, device=device)
-    host = torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
+    host = torch.empty(2**26, dtype=torch.uint8, pin_memory=True, device="cpu")
     seconds = []
     for _ in range(MEASURED_STEPS + 1):
         start = _now(device)

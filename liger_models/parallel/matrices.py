@@ -277,7 +277,7 @@ def _candidates(
         device: device of the indices in the pieces.
     """
     # Number all rows of the parameter. `held` contains, for each rank, the numbers of its rows.
-    numbers = torch.arange(math.prod(shape[:-1])).view(*shape[:-1])
+    numbers = torch.arange(math.prod(shape[:-1]), device="cpu").view(*shape[:-1])
     held = [
         numbers[
             tuple(slice(start, start + size) for start, size in zip(part.offset, part.shape[:-1], strict=False))
@@ -291,7 +291,7 @@ def _candidates(
         # ranks].
         shares = zip(held, parts, strict=True)
         some = torch.stack([torch.isin(indices, ids).sum(1) * min(part.shape[-1], 1) for ids, part in shares], 1)
-        full = some * torch.tensor([part.shape[-1] == columns for part in parts])
+        full = some * torch.tensor([part.shape[-1] == columns for part in parts], device="cpu")
 
         # A matrix is processed by a rank that holds all of it or, if there is no such rank, by a rank that holds a
         # part.

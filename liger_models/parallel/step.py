@@ -124,7 +124,7 @@ def clip_grad_norm_(
         norm: Any = get_total_norm([parameter.grad for parameter in group if parameter.grad is not None], norm_type)
         norms.append(norm.full_tensor() if is_sharded(norm) else norm)
     if not norms:
-        return torch.tensor(0.0, dtype=torch.float32)
+        return torch.tensor(0.0, dtype=torch.float32, device="cpu")
 
     # The p-norm of the groups' p-norms is the p-norm of all elements.
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)

@@ -162,7 +162,7 @@ def encode_prompts(
         ValueError: ``max_length`` leaves no room for a query and a document.
     """
     prefix, suffix = (
-        torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int32)
+        torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int32, device="cpu")
         for text in (settings.prefix, settings.suffix)
     )
     if max_length is not None:

@@ -73,15 +73,15 @@ def pack_texts(texts: Sequence[Tensor], filler: int) -> Batch:
         is also a document.
     """
     # A row has room for the longest text, or for several other texts.
-    sizes = torch.tensor([len(text) for text in texts])
+    sizes = torch.tensor([len(text) for text in texts], device="cpu")
     longest, total = (-(-int(size) // MULTIPLE) * MULTIPLE for size in (sizes.max(), sizes.sum()))
     length = max(longest, min(ROW, total), 2)
 
     order, ends = pack(sizes, length)
-    rows, documents, count = list[Batch](), torch.empty(len(texts), dtype=torch.int64), 0
+    rows, documents, count = list[Batch](), torch.empty(len(texts), dtype=torch.int64, device="cpu"), 0
     for start, end in itertools.pairwise([0, *ends.tolist()]):
         members = order[start:end]
-        documents[members] = count + torch.arange(len(members))
+        documents[members] = count + torch.arange(len(members), device="cpu")
         row = make_row([~texts[member] for member in members.tolist()], length, filler)
         count += len(row["cu_seqlens"]) - 1
         rows.append(row)

@@ -364,7 +364,7 @@ class Tokenizer:
         with _naming(f"{TOKENIZER_JSON}: must encode any text", ()):
             if isinstance(text, str):
                 ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-                return ids if return_tensors is None else torch.tensor([ids], dtype=torch.int64)
+                return ids if return_tensors is None else torch.tensor([ids], dtype=torch.int64, device="cpu")
             return [item.ids for item in self.backend.encode_batch(text, add_special_tokens=add_special_tokens)]
 
     @foreign_arguments("Tokenizer.decode")
@@ -460,12 +460,12 @@ class Tokenizer:
     def _pad(self, rows: list[list[int]], padding_side: str) -> ModelInputs:
         """Return rows of ids as ``input_ids`` and ``attention_mask`` [B, T], padded to the longest row."""
         length = max(map(len, rows), default=0)
-        input_ids = torch.full((len(rows), length), self.padding_id)  # [B, T]
+        input_ids = torch.full((len(rows), length), self.padding_id, device="cpu")  # [B, T]
         # All rows that are padded on the left continue at the same column.
         attention_mask = torch.zeros_like(input_ids)
         for index, row in enumerate(rows):
             columns = slice(length - len(row), length) if padding_side == "left" else slice(len(row))
-            input_ids[index, columns] = torch.tensor(row, dtype=torch.int64)
+            input_ids[index, columns] = torch.tensor(row, dtype=torch.int64, device="cpu")
             attention_mask[index, columns] = 1
         return ModelInputs(input_ids=input_ids, attention_mask=attention_mask)
 

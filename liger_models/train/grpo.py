@@ -134,7 +134,7 @@ class GRPOObjective(Objective):
         with raise_on_all_ranks():
             numbers = self._rewards(model, [row["example"] for row in rows], answers)
         # In float64, because rewards may be large and differ by little. [B] -> [prompts, num_generations]
-        rewards = torch.tensor(numbers, dtype=torch.float64)
+        rewards = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         groups = rewards.view(-1, self.generations)
         advantages = groups - groups.mean(1, keepdim=True)
         if self.scales:
@@ -143,12 +143,13 @@ class GRPOObjective(Objective):
         # Each of the B rows is a prompt, whose tokens have no label, followed by an answer. The bitwise complement of
         # a token id marks a token without a label.
         pairs = zip(prompts, answers, strict=True)
-        documents = [torch.tensor([*(~token for token in prompt), *answer]) for prompt, answer in pairs]
+        documents = [torch.tensor([*(~token for token in prompt), *answer], device="cpu") for prompt, answer in pairs]
         batch = padded(documents, max(map(len, documents)), model.tokenizer.padding_id, pixels)
         T = batch["input_ids"].shape[1]
         # A placeholder in an answer has no image, so the model would refuse it. It stays a label, and the tokens after
         # it see padding instead.
-        sampled = torch.isin(batch["labels"], torch.tensor(placeholder_ids(model.config), dtype=torch.int64))
+        placeholders = torch.tensor(placeholder_ids(model.config), dtype=torch.int64, device="cpu")
+        sampled = torch.isin(batch["labels"], placeholders)
         batch["input_ids"] = batch["input_ids"].masked_fill(sampled, model.tokenizer.padding_id)
         if self.replays:  # [B, T, L, K]
             padding = (0, 0, 0, 0, 0)
@@ -191,7 +192,7 @@ class GRPOObjective(Objective):
                 answers, drafted = [row.tokens.tolist() for row in rows], None
                 if drafts:
                     rounds = sum(row.rounds for row in rows)
-                    drafted = torch.tensor([sum(map(len, answers)) - rounds, rounds], dtype=torch.float32)
+                    drafted = torch.tensor([sum(map(len, answers)) - rounds, rounds], dtype=torch.float32, device="cpu")
                 return answers, [row.routed_experts for row in rows], [row.log_probs for row in rows], drafted
             if self.replays:
                 raise ValueError(

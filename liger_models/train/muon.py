@@ -137,7 +137,8 @@ class LigerMuon(LigerAdamW):
             return super()._loaded(param, saved)
         momentum = torch.empty_like(param, dtype=self.state_dtype or param.dtype)
         momentum.copy_(saved["momentum_buffer"])
-        return {"step": torch.tensor(float(saved["step"]), dtype=torch.float32), "momentum_buffer": momentum}
+        step = torch.tensor(float(saved["step"]), dtype=torch.float32, device="cpu")
+        return {"step": step, "momentum_buffer": momentum}
 
     @torch.no_grad()
     def _apply(self, parameters: Iterable[tuple[int, Tensor, int]]) -> None:
@@ -156,12 +157,12 @@ class LigerMuon(LigerAdamW):
         for number in active:
             state = self.state[matrices[number]]
             if not state:
-                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
                 momentum = torch.zeros_like(matrices[number], dtype=self.state_dtype)
                 state["momentum_buffer"] = momentum
             steps.append(state["step"])
         if steps:
-            torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)
+            torch._foreach_add_(steps, torch.tensor(1.0, device="cpu"), alpha=1.0)
 
         # Compute this rank's shard of a parameter's update before orthogonalization, [rows, columns].
         def read(number: int) -> Tensor:

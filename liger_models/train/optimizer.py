@@ -151,7 +151,7 @@ class LigerAdamW(torch.optim.Optimizer):
         state = converted(param, dtype, saved)
         for name, value in state.items():
             if name not in NAMES:  # the step is a CPU tensor, so that reading it does not wait for the device
-                state[name] = torch.tensor(float(value), dtype=torch.float32)
+                state[name] = torch.tensor(float(value), dtype=torch.float32, device="cpu")
                 continue
             # Moments get the memory layout of the parameter. Codes and scales keep their own layout.
             like, target = (value, value.dtype) if dtype == torch.int8 else (param, dtype)
@@ -253,7 +253,7 @@ class LigerAdamW(torch.optim.Optimizer):
             # Get the moments on the parameter's device. Before the first step, they are zero.
             state, group, offloads = self.state[param], self.param_groups[number], self._offloads(param)
             if not state:
-                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
                 memory: dict[str, Any] = {"device": "cpu", "pin_memory": True} if offloads else {}
                 state.update(zero_moments(param, moment_dtype(param, self.state_dtype), **memory))
             if param.device.type == "cpu" and param in self.offload:  # the parameter was moved from a GPU
@@ -294,7 +294,7 @@ class LigerAdamW(torch.optim.Optimizer):
         # Increment the step counts, and tell autograd that DTensors have changed.
         if steps:
             # Passing a number would create a tensor for each step.
-            torch._foreach_add_(steps, torch.tensor(1.0), alpha=1.0)
+            torch._foreach_add_(steps, torch.tensor(1.0, device="cpu"), alpha=1.0)
             torch.autograd.graph.increment_version(wrappers)
 
 

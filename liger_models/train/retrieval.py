@@ -216,7 +216,7 @@ class EmbedObjective(RetrievalObjective):
             keys.append(batch["keys"][size:])
             targets.append(batch["keys"][size : 2 * size])
             groups.append(batch["query_keys"])
-            scores.append(batch.get("scores", torch.empty(0)))
+            scores.append(batch.get("scores", torch.empty(0, device="cpu")))
         self.evaluated = []
         parts = [_collect(part) for part in (queries, documents, keys, targets, scores, groups)]
         if not len(parts[0]):
@@ -365,7 +365,7 @@ def _collect(parts: Any) -> Tensor:
         everyone = [None] * world_size()
         dist.all_gather_object(everyone, own)
     tensors = [tensor for part in everyone for tensor in part]
-    return torch.cat(tensors) if tensors else torch.empty(0)
+    return torch.cat(tensors) if tensors else torch.empty(0, device="cpu")
 
 
 def _mean_ndcg(scores: Tensor, relevance: Tensor, groups: Tensor) -> Metrics:

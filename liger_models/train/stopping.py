@@ -80,7 +80,7 @@ class Stop:
         # Read the exchange of the last step, and start the next one. The largest number wins, and 0 means no signal.
         self._read()
         if not self.signal:
-            signals = torch.tensor(self._received)
+            signals = torch.tensor(self._received, device="cpu")
             work = dist.all_reduce(signals, dist.ReduceOp.MAX, self._group, async_op=True)
             assert work is not None
             self._sent = work, signals

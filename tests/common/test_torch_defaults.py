@@ -1,5 +1,7 @@
-"""Several training loops call `torch.set_default_dtype(torch.bfloat16)`. No result may depend on it."""
+"""Training loops call `torch.set_default_dtype(torch.bfloat16)` or `torch.set_default_device("cuda")`. No result may
+depend on it."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,23 +10,34 @@ import torch
 
 import liger_models.train.optimizer
 from liger_models import AutoLigerProcessor, LigerAdamW, LigerMuon
+from liger_models.adapters import unpack_projections
 from liger_models.kernels.loss.cross_entropy import token_accuracy
+from liger_models.retrieval import LigerEmbedder, LigerReranker
 
 from ..arch.families import load, make_folder, tokens
 from ..base import test_processor_lfm2_vl, test_processor_muse_glimmer, test_processor_transformers
 from ..base.conftest import picture
 from ..convert.quantized_folders import make_quantized
 from ..generation.test_drafts import drafting
+from ..retrieval.conftest import TEXTS, checkpoint  # noqa: F401
+from ..train.test_objectives import folder as objectives  # noqa: F401
+from ..train.test_objectives import no_group_is_left, result, tokenizer, train_on  # noqa: F401
+
+DEFAULTS: list[tuple[Any, Any, Any]] = [
+    (torch.set_default_dtype, torch.bfloat16, torch.float32),
+    (torch.set_default_device, "meta", None),
+]
 
 
 def assert_same(compute: Callable[[], Any]) -> None:
     want = compute()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        got = compute()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    torch.testing.assert_close(got, want, rtol=0, atol=0)  # and the same dtypes
+    for default, value, usual in DEFAULTS:
+        default(value)
+        try:
+            got = compute()
+        finally:
+            default(usual)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)  # and the same dtypes and devices
 
 
 CASES = [
@@ -96,6 +109,48 @@ def test_states_of_optimizers(muon, tmp_path, monkeypatch):
         }
 
     assert_same(state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("objective", "data", "options"),
+    [("pretrain", "text", {"workers": 1, "lora_r": 4}), ("kto", "marked", {}), ("grpo", "prompts", {})],
+)
+def test_training_runs(objectives, tmp_path, objective, data, options):  # noqa: F811
+    numbers = itertools.count()
+
+    def run():
+        output = tmp_path / str(next(numbers))
+        train_on(objectives, str(output), objective, data, steps=2, **options)
+        weights = next(name for name in result(output) if name.endswith(".safetensors"))
+        return torch.frombuffer(bytearray(result(output)[weights]), dtype=torch.uint8)
+
+    assert_same(run)
+
+
+def test_inputs_that_are_no_tensors(checkpoint):  # noqa: F811
+    def compute():
+        model = LigerEmbedder.from_pretrained(checkpoint, progress=False).model
+        rows = model.generate([[8, 9, 10], [11]], max_new_tokens=3, do_sample=True, seed=[1, 2])
+        return rows, dict(model.tokenizer(TEXTS)), model.tokenizer.encode("w1 w2", return_tensors="pt")
+
+    assert_same(compute)
+
+
+def test_embeddings_and_scores(checkpoint):  # noqa: F811
+    assert_same(lambda: LigerEmbedder.from_pretrained(checkpoint, progress=False).encode(TEXTS))
+    assert_same(lambda: LigerReranker.from_pretrained(checkpoint, progress=False).score([("w1", "w2"), ("w3", "w4")]))
+
+
+def test_unpacked_projections(tmp_path):
+    folder, ids = make_folder("llama", "gqa", tmp_path), tokens("llama", "gqa", 2, 9)
+
+    def logits():
+        model = load("llama", folder, dtype=torch.float32)
+        unpack_projections(model)
+        return model(ids).logits.detach()
+
+    assert_same(logits)
 
 
 def test_the_accuracy_of_tokens():

@@ -97,9 +97,10 @@ def find_ids(embeds: Tensor, embedding: LigerEmbedding) -> Tensor:
         ValueError: an embedding does not belong to any token.
     """
     rows, table = embeds.flatten(0, 1), embedding.weight  # [B · T, C] and [V, C]
-    scale = 1.0 if embedding.scale is None else torch.tensor(embedding.scale, dtype=table.dtype)
+    scale = 1.0 if embedding.scale is None else torch.tensor(embedding.scale, dtype=table.dtype, device="cpu")
     # Sort the table by a random projection. Equal rows have equal projections.
-    direction = torch.randn(table.shape[1], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(table.shape[1], dtype=torch.float64, generator=generator, device="cpu")
     direction = direction.to(table.device)
     values, order = torch.cat([(part * scale).double() @ direction for part in table.split(4096)]).sort()
     # Projections that are summed in another order may differ in the last bits, so the search starts slightly lower.

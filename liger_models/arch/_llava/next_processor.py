@@ -71,7 +71,7 @@ class LlavaNextImages(ImageConverter):
             size = min(math.ceil(height * across), tall), wide
         else:
             size = tall, min(math.ceil(width * down), wide)
-        canvas = torch.zeros(3, tall, wide, dtype=torch.uint8)
+        canvas = torch.zeros(3, tall, wide, dtype=torch.uint8, device="cpu")
         top, left = (tall - size[0]) // 2, (wide - size[1]) // 2
         canvas[:, top : top + size[0], left : left + size[1]] = to_tensor(image, size, BICUBIC)
         cut = cut_tiles(canvas, tiles.rows, tiles.columns)
@@ -113,4 +113,4 @@ class LlavaNextProcessor(LlavaProcessor):
         if not converted:
             return {}
         pixels = join([tiles[None] for tiles, _ in converted])
-        return {"pixel_values": pixels, "image_sizes": torch.tensor([size for _, size in converted])}
+        return {"pixel_values": pixels, "image_sizes": torch.tensor([size for _, size in converted], device="cpu")}

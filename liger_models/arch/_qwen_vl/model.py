@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from liger_models.arch._qwen_vl.processor import QwenVLProcessor
 from liger_models.base.grid_images import GridImageModel
+from liger_models.common.device import as_tensor
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.patches import mrope_positions
 from liger_models.layers.rope import MultimodalRotaryEmbedding
@@ -87,8 +88,8 @@ class MRopeModel(GridImageModel):
         # In some models, the number of positions from one frame of a video to the next depends on the frame rate.
         interval = None
         if rate is not None and video_grid_thw is not None:
-            seconds = torch.ones(len(video_grid_thw)) if second_per_grid_ts is None else second_per_grid_ts
-            interval = torch.as_tensor(seconds, dtype=torch.float32) * rate
+            seconds = [1.0] * len(video_grid_thw) if second_per_grid_ts is None else second_per_grid_ts
+            interval = as_tensor(seconds, torch.float32) * rate
             if interval.shape != video_grid_thw.shape[:1]:
                 raise ValueError(
                     f"forward: second_per_grid_ts must have a number for each of the {len(video_grid_thw)} videos, got "

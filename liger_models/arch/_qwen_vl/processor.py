@@ -228,7 +228,7 @@ class QwenVLImages:
             # Evenly spaced from the first frame to the last one.
             step = (frames - 1) / (count - 1)
             return [round(index * step) for index in range(count)]
-        numbers: list[int] = torch.arange(0, frames, frames / count, dtype=torch.float32).int().tolist()
+        numbers: list[int] = torch.arange(0, frames, frames / count, dtype=torch.float32, device="cpu").int().tolist()
         return numbers
 
     def check_rate(self, wanted: float | None) -> None:
@@ -258,12 +258,14 @@ class QwenVLImages:
     def _patches(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
         """Cut frames [T, 3, height, width] uint8 into normalized patches. The patches of one token are adjacent."""
         T, (rows, columns) = len(pixels), (length // self.patch for length in pixels.shape[2:])
-        out = torch.empty(-(-T // self.frames), rows * columns, 3, self.frames, self.patch**2, dtype=torch.float32)
+        out = torch.empty(
+            -(-T // self.frames), rows * columns, 3, self.frames, self.patch**2, dtype=torch.float32, device="cpu"
+        )
         for number, frame in enumerate(pixels):
             cut = cut_patches(frame, self.patch, self.patch, self.merge)  # [rows · columns, 3, side · side]
             slots = slots_of_frame(number, T, self.frames)
             self.normalize.write(cut, *(out[number // self.frames, :, :, slot] for slot in slots))
-        return out.flatten(0, 1).flatten(1), torch.tensor([len(out), rows, columns])
+        return out.flatten(0, 1).flatten(1), torch.tensor([len(out), rows, columns], device="cpu")
 
 
 class QwenVLProcessor(Processor):
@@ -481,7 +483,7 @@ class QwenVLProcessor(Processor):
                 out[names] = join([patches for patches, _ in pairs])
                 out[f"{kind}_grid_thw"] = torch.stack([grid for _, grid in pairs])
         if videos and self.times:
-            out["second_per_grid_ts"] = self.videos.frames / torch.tensor(fps, dtype=torch.float64)
+            out["second_per_grid_ts"] = self.videos.frames / torch.tensor(fps, dtype=torch.float64, device="cpu")
         return out
 
     def _timed(self, frame: str, numbers: Sequence[int], rate: float) -> str:

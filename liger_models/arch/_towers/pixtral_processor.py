@@ -151,5 +151,5 @@ class PixtralProcessor(ImageProcessor):
         """
         if not converted:
             return {}
-        sizes = torch.tensor([image.shape[1:] for image in converted])
+        sizes = torch.tensor([image.shape[1:] for image in converted], device="cpu")
         return {"pixel_values": join([image[None] for image in converted]), "image_sizes": sizes}

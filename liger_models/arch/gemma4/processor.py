@@ -82,10 +82,12 @@ class Gemma4Images(ImageConverter):
         rows, columns = (count * self.pool for count in self.tokens(image.size))
         pixels = to_rows(image, (rows * self.patch, columns * self.patch), BICUBIC)
         cut = cut_patches(pixels[None], self.patch, 3 * self.patch)[:, 0]
-        row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+        sides = torch.arange(rows, device="cpu"), torch.arange(columns, device="cpu")
+        row, column = torch.meshgrid(*sides, indexing="ij")
         # Pad at the end, so that all images have the same number of patches.
         most = self.max_soft_tokens * self.pool**2
-        patches, positions = torch.zeros(most, cut.shape[1], dtype=torch.float32), torch.full((most, 2), -1)
+        patches = torch.zeros(most, cut.shape[1], dtype=torch.float32, device="cpu")
+        positions = torch.full((most, 2), -1, device="cpu")
         self.normalize.write(cut, patches[: len(cut)])
         positions[: len(cut)] = torch.stack([column, row], -1).flatten(0, 1)
         return patches, positions

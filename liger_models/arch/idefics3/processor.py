@@ -169,8 +169,8 @@ class Idefics3Processor(ImageProcessor):
         following = iter(converted)
         rows = [[next(following) for _ in range(text.count(self.image))] for text in texts]
         side, most = self.images.side, max(sum(map(len, row)) for row in rows)
-        pixels = torch.zeros(len(rows), most, 3, side, side, dtype=torch.float32)
-        mask = torch.zeros(len(rows), most, side, side, dtype=torch.int64)
+        pixels = torch.zeros(len(rows), most, 3, side, side, dtype=torch.float32, device="cpu")
+        mask = torch.zeros(len(rows), most, side, side, dtype=torch.int64, device="cpu")
         for index, row in enumerate(rows):
             if row:
                 tiles = torch.cat(row)

@@ -172,12 +172,12 @@ class Lfm2VlImages(ImageConverter):
 
         # All tiles are padded to the same number of patches.
         shapes = [(tile.shape[1] // self.patch, tile.shape[2] // (3 * self.patch)) for tile in tiles]
-        out = torch.zeros(len(tiles), self.most_patches, 3 * self.patch**2, dtype=torch.float32)
+        out = torch.zeros(len(tiles), self.most_patches, 3 * self.patch**2, dtype=torch.float32, device="cpu")
         for tile, target, shape in zip(tiles, out, shapes, strict=True):
             patches = cut_patches(tile, self.patch, 3 * self.patch)[:, 0]
             self.normalize.write(patches, target[: math.prod(shape)])
-        sizes = torch.tensor(shapes)
-        is_patch = torch.arange(self.most_patches) < sizes.prod(1)[:, None]  # [tiles, P]
+        sizes = torch.tensor(shapes, device="cpu")
+        is_patch = torch.arange(self.most_patches, device="cpu") < sizes.prod(1)[:, None]  # [tiles, P]
         return {"pixel_values": out, "pixel_attention_mask": is_patch.int(), "spatial_shapes": sizes}
 
 

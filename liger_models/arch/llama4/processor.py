@@ -90,7 +90,7 @@ class Llama4Images(ImageConverter):
         """Return the number of rows and columns of tiles for an image of the given size in pixels."""
         arrangements = canvases(self.max_patches)
         # Compute the factors by which the arrangements would enlarge the image. They are compared in fp32.
-        sides = self.side * torch.tensor(arrangements)
+        sides = self.side * torch.tensor(arrangements, device="cpu")
         scales = torch.minimum(sides[:, 0] / height, sides[:, 1] / width).tolist()
         enlarged = [scale for scale in scales if scale >= 1]
         best = max(scales) if not enlarged or self.resize_to_max_canvas else min(enlarged)
@@ -114,7 +114,7 @@ class Llama4Images(ImageConverter):
         rows, columns = self.arrange(height, width)
         size = self.fit(height, width, rows, columns)
         # The image is placed at the upper left of a black canvas, which is cut into tiles row by row.
-        canvas = torch.zeros(3, rows * self.side, columns * self.side, dtype=torch.uint8)
+        canvas = torch.zeros(3, rows * self.side, columns * self.side, dtype=torch.uint8, device="cpu")
         canvas[:, : size[0], : size[1]] = to_tensor(image, size, BILINEAR)
         cut = cut_tiles(canvas, rows, columns)
         if rows * columns > 1:

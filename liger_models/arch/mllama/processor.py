@@ -104,7 +104,7 @@ class MllamaImages:
         rows, columns = self.ratios[ratio]
         size = fit(height, width, rows, columns, self.side)
         # The image is placed at the upper left of a black canvas, which is cut into tiles row by row.
-        canvas = torch.zeros(3, rows * self.side, columns * self.side, dtype=torch.uint8)
+        canvas = torch.zeros(3, rows * self.side, columns * self.side, dtype=torch.uint8, device="cpu")
         canvas[:, : size[0], : size[1]] = to_tensor(image, size, BILINEAR)
         # Unused tiles are 0 after normalization.
         unused = (0, 0) * 3 + (0, self.max_tiles - rows * columns)
@@ -173,14 +173,14 @@ class MllamaProcessor(Processor):
             return out
         # Rows with fewer than M images are padded with zeros, and the ratio of missing images is 0.
         tiles, side = self.images.max_tiles, self.images.side
-        pixels = torch.zeros(len(texts), max(counts), tiles, 3, side, side, dtype=torch.float32)
-        kinds = torch.zeros(len(texts), max(counts), dtype=torch.int64)
+        pixels = torch.zeros(len(texts), max(counts), tiles, 3, side, side, dtype=torch.float32, device="cpu")
+        kinds = torch.zeros(len(texts), max(counts), dtype=torch.int64, device="cpu")
         cells = [(row, cell) for row, count in enumerate(counts) for cell in range(count)]
         for image_tiles, cell in zip(each_once(self.images, images), cells, strict=True):
             pixels[cell], kinds[cell] = image_tiles
         # The mask of a missing image has one tile, as in transformers.
-        lengths = torch.tensor([1, *(math.prod(ratio) for ratio in self.images.ratios)])
-        used = (torch.arange(tiles) < lengths[kinds][..., None]).long()
+        lengths = torch.tensor([1, *(math.prod(ratio) for ratio in self.images.ratios)], device="cpu")
+        used = (torch.arange(tiles, device="cpu") < lengths[kinds][..., None]).long()
         return out | {"pixel_values": pixels, "aspect_ratio_ids": kinds, "aspect_ratio_mask": used}
 
     def written(self, size: MediaSize) -> tuple[str, int]:
@@ -196,10 +196,12 @@ class MllamaProcessor(Processor):
     ) -> dict[str, Tensor]:
         """See `Processor.pixels`. The results are [1, M, ...] for M images; M may be 0."""
         pairs = [self.images(image) for image in images]
-        empty = torch.zeros(0, self.images.max_tiles, 3, self.images.side, self.images.side, dtype=torch.float32)
+        empty = torch.zeros(
+            0, self.images.max_tiles, 3, self.images.side, self.images.side, dtype=torch.float32, device="cpu"
+        )
         return {
             "pixel_values": join([tiles[None] for tiles, _ in pairs] or [empty])[None],
-            "aspect_ratio_ids": torch.tensor([[ratio for _, ratio in pairs]], dtype=torch.int64),
+            "aspect_ratio_ids": torch.tensor([[ratio for _, ratio in pairs]], dtype=torch.int64, device="cpu"),
         }
 
     def _begun(self, text: str) -> list[Edit]:

@@ -129,12 +129,14 @@ class MuseGlimmerImages:
         rows, columns = (count * self.merge for count in self.tokens(sizes[0]))
         size = (rows * self.patch, columns * self.patch)
         T = len(images)
-        out = torch.empty(-(-T // self.frames), rows * columns, self.frames, 3, self.patch**2, dtype=torch.float32)
+        out = torch.empty(
+            -(-T // self.frames), rows * columns, self.frames, 3, self.patch**2, dtype=torch.float32, device="cpu"
+        )
         for number, image in enumerate(images):
             cut = cut_patches(to_tensor(image, size, LANCZOS), self.patch, self.patch)  # [rows · columns, 3, side²]
             slots = slots_of_frame(number, T, self.frames)
             self.normalize.write(cut, *(out[number // self.frames, :, slot] for slot in slots))
-        return out.flatten(0, 1).flatten(1), torch.tensor([len(out), rows, columns])
+        return out.flatten(0, 1).flatten(1), torch.tensor([len(out), rows, columns], device="cpu")
 
     def sampled(self, frames: int, fps: float, wanted: float | None = None) -> list[int]:
         """See `Processor.sampled`. Frames are evenly spaced from the first one to the last one."""
@@ -142,7 +144,7 @@ class MuseGlimmerImages:
             raise ValueError(f"MuseGlimmerImages: fps must be a positive number of frames per second, got {wanted!r}.")
         count = min(int(frames * (wanted or self.fps) / fps), self.num_frames, frames)
         count = min(max(self.frames, count // self.frames * self.frames), frames)
-        numbers: list[int] = torch.linspace(0, frames - 1, count, dtype=torch.float32).long().tolist()
+        numbers: list[int] = torch.linspace(0, frames - 1, count, dtype=torch.float32, device="cpu").long().tolist()
         return numbers
 
 

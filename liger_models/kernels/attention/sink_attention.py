@@ -156,7 +156,7 @@ def _on_cpu(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: 
     B, T, H, _ = q.shape
     heads = [x.reshape(1, B * T, *x.shape[2:]).transpose(1, 2) for x in (q, k, v)]
     visible = _visible(B, T, window or None, cu_seqlens, q.device)
-    added = torch.zeros(visible.shape, dtype=q.dtype).masked_fill(~visible, float("-inf"))
+    added = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill(~visible, float("-inf"))
     return [x.repeat_interleave(H // x.shape[1], 1) for x in heads], added[None, None]
 
 

@@ -371,7 +371,7 @@ def _launch(updates: Sequence[Update], stochastic_rounding: bool, seed: int) -> 
         return
 
     # PyTorch's allocator reuses the pinned memory only after the copy has finished.
-    table = torch.empty(len(updates), 16, dtype=torch.int64, pin_memory=first.device.type != "cpu")
+    table = torch.empty(len(updates), 16, dtype=torch.int64, pin_memory=first.device.type != "cpu", device="cpu")
     table[:, :12] = torch.frombuffer(integers, dtype=torch.int64).view(-1, 12)
     table[:, 12:].view(torch.float32).copy_(torch.frombuffer(floats, dtype=torch.float32).view(-1, 8))
     table = table.to(first.device, non_blocking=True)
