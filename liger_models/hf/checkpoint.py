@@ -99,7 +99,7 @@ class Loading:
             dtype: dtype of the weights, or the dtype's name, such as "bf16"; None or "auto" for the checkpoint's dtype.
             torch_dtype: older name of ``dtype``.
             device_map: one device, "auto" (the accelerator, or the CPU if there is none), or a dict that names only one
-                device.
+                device. By default, the device of ``torch.set_default_device``.
             cache_dir, force_download, local_files_only, token, revision: as in huggingface_hub.
             subfolder: subfolder of a local folder.
             generation_config: defaults for ``generate`` that replace the checkpoint's defaults.
@@ -567,7 +567,7 @@ def _without_values() -> bool:
     """Return whether new parameters get no values here, because Accelerate's ``init_empty_weights`` is active."""
     # Accelerate replaces `register_parameter`. The replacement makes every new parameter a meta tensor.
     probe = nn.Module()
-    probe.weight = nn.Parameter(torch.empty(0))
+    probe.weight = nn.Parameter(torch.empty(0, device="cpu"))
     return probe.weight.is_meta
 
 
@@ -581,7 +581,7 @@ def _device(device_map: Any) -> torch.device:
         )
     (device,) = devices
     if device is None:
-        return torch.device("cpu")
+        return torch.get_default_device()
     # A number is the index of an accelerator. "auto" is the current accelerator, or the CPU if there is none.
     if device != "auto" and not isinstance(device, int):
         return torch.device(device)

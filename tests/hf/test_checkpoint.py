@@ -57,6 +57,15 @@ def test_sizes_that_do_not_match(hf, tmp_path):
     assert torch.equal(same(ids).logits, ours(ids).logits)
 
 
+@llama
+def test_the_device_is_the_default_one_or_the_given_one(hf):
+    folder, ours = hf[2].name_or_path, hf[-1]
+    with torch.device("meta"):
+        assert type(ours).from_pretrained(folder).device.type == "meta"
+        on_cpu = type(ours).from_pretrained(folder, device_map="cpu")
+    assert all(map(torch.equal, on_cpu.parameters(), ours.parameters()))
+
+
 @pytest.mark.parametrize("stored", [1, 5])
 def test_scores_of_another_number_of_labels(root, tmp_path, stored):
     folder, made = make_folder("llama", "gqa", root), liger_models.hf.LlamaForSequenceClassification
