@@ -189,10 +189,15 @@ def _writer(folder: Path) -> Any:
 def _remove_stale(folder: Path) -> None:
     """Create a run's folder if necessary. Remove unfinished and replaced checkpoints that a killed run has left."""
     folder.mkdir(parents=True, exist_ok=True)
-    # An old checkpoint counts as replaced only if the new checkpoint already has its name.
-    replaced = [old for old in folder.glob("step-*.old") if old.with_suffix("").exists()]
-    for stale in [*folder.glob(".step-*.tmp"), *replaced]:
-        _remove(stale)
+    # If the run was killed before the new checkpoint got its name, the old checkpoint gets its name back, so that it is
+    # deleted when it is outdated.
+    for old in folder.glob("step-*.old"):
+        if old.with_suffix("").exists():
+            _remove(old)
+        else:
+            old.rename(old.with_suffix(""))
+    for unfinished in folder.glob(".step-*.tmp"):
+        _remove(unfinished)
 
 
 def _remove(checkpoint: Path, **options: Any) -> None:

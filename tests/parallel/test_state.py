@@ -260,6 +260,7 @@ def test_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match="must be a checkpoint, got step-00000002"):
         load_state(tmp_path, *run.parts, step=7)
     save_state(tmp_path, 5, run.model)
+    assert {path.name for path in tmp_path.iterdir()} == {*(f"step-0000000{step}" for step in (2, 3, 5)), "latest"}
     for name, part in zip(("scheduler", "data"), run.parts[2:], strict=True):
         with pytest.raises(ValueError, match=f"load_state: {name} must have a state in .*step-00000005, got none"):
             load_state(tmp_path, run.model, **{name: part})
