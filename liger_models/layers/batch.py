@@ -316,7 +316,7 @@ class BatchLayout:
             [B, T] int64.
         """
         # The target of a token is the label of the next token; the last token of a row has no target.
-        target = torch.cat([labels[:, 1:], labels.new_full((labels.shape[0], 1), ignore_index)], 1)
+        target = torch.cat([labels, labels.new_full((labels.shape[0], 1), ignore_index)], 1)[:, 1:]
         if self.documents is None:
             return target
         # The last token of a document has no target either, because the next token is in another document.
