@@ -4,6 +4,7 @@ import copy
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from liger_models.convert.hub import download
 from liger_models.convert.load import load_pretrained, of_whole_model, pick_map, read_assets
 from liger_models.convert.save import save_pretrained
 from liger_models.convert.tensors import as_stored, load_hf_tensors
-from liger_models.distributed.ranks import rank, wait_for_ranks
+from liger_models.distributed.ranks import rank, run_on_rank_zero, wait_for_ranks
 from liger_models.hf.config import to_json
 from liger_models.layers.linear import is_sharded
 
@@ -267,6 +268,7 @@ class Checkpoint(Loading):
         Args:
             save_directory: the folder, which is created if it does not exist.
             is_main_process: whether this rank writes. The parameters of a sharded model are gathered from all ranks.
+                An unsharded model is written by rank 0, and the other ranks that call this method wait for it.
             state_dict: unsharded tensors to save instead of the parameters, by the names that ``state_dict()`` uses. If
                 the dict is empty, no tensors are written. Trainer passes an empty dict if DeepSpeed writes the tensors
                 in shards.
@@ -299,9 +301,10 @@ class Checkpoint(Loading):
         # Collect the tensors under the names of the decoder's parameters. All ranks gather sharded tensors together.
         self.model.apply_edits()
         parameters = dict(hf_model.named_parameters(remove_duplicate=False))
-        if state_dict is None and any(map(is_sharded, parameters.values())):
+        by_all_ranks = state_dict is None and any(map(is_sharded, parameters.values()))
+        if by_all_ranks:
             wait_for_ranks(f"save_pretrained {save_directory}")
-        elif not is_main_process or rank() != 0:
+        elif not is_main_process:
             return
         tensors = parameters if state_dict is None else state_dict
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
@@ -320,10 +323,14 @@ class Checkpoint(Loading):
         config.architectures, config.dtype = [type(self).__name__], tensors["embed_tokens.weight"].dtype
         assets = {GENERATION_CONFIG: self.generation_config.to_json_string().encode()}
         decoder.assets = decoder.assets | assets
-        save_pretrained(
-            decoder, save_directory, max_shard_size=max_shard_size, auto_map=auto_map, hf_config=to_json(config),
-            tensors=tensors,
+        write = partial(
+            save_pretrained, decoder, save_directory, max_shard_size=max_shard_size, auto_map=auto_map,
+            hf_config=to_json(config), tensors=tensors,
         )  # fmt: skip
+        if by_all_ranks or state_dict is not None:
+            write()
+        else:
+            run_on_rank_zero(f"save_pretrained {save_directory}", write)
         if push_to_hub:
             hf_model.push_to_hub(repo_id or Path(save_directory).name, **upload)
 

@@ -4,6 +4,7 @@ import copy
 import inspect
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.files import open_safetensors, read_headers
 from liger_models.convert.save import write_checkpoint
-from liger_models.distributed.ranks import rank
+from liger_models.distributed.ranks import run_on_rank_zero
 from liger_models.hf.adapted import Adaptable
 from liger_models.hf.checkpoint import (
     PREFIX,
@@ -127,7 +128,7 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
             )
             return
 
-        if not is_main_process or rank() != 0:
+        if not is_main_process:
             return
         # All options that transformers' method does not name are for the upload.
         named = inspect.signature(PreTrainedModel.save_pretrained).parameters.keys() - {"token"}
@@ -136,7 +137,8 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
         def write(folder: Path) -> None:
             PreTrainedModel.save_pretrained(self, folder, True, tensors, False, max_shard_size, **options)
 
-        write_checkpoint(Path(save_directory), write)
+        work = partial(write_checkpoint, Path(save_directory), write)
+        run_on_rank_zero(f"save_pretrained {save_directory}", work)
         if push_to_hub:
             self.push_to_hub(upload.pop("repo_id", None) or Path(save_directory).name, **upload)
 

@@ -22,7 +22,7 @@ from liger_models.convert.config_map import read_config
 from liger_models.convert.files import read_headers
 from liger_models.convert.save import write_checkpoint
 from liger_models.convert.tensors import hf_tensors
-from liger_models.distributed.ranks import rank, run_on_rank_zero
+from liger_models.distributed.ranks import run_on_rank_zero
 from liger_models.generation.engine_routing import select_routing
 from liger_models.hf.adapted import Adaptable
 from liger_models.hf.cache import LigerCache
@@ -355,6 +355,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
         Args:
             save_directory: the folder, which is created if it does not exist.
             is_main_process: whether this rank writes. The parameters of a sharded model are gathered from all ranks.
+                Only rank 0 writes, and the other ranks that call this method wait for it.
             state_dict: unsharded tensors to save instead of the parameters, by their names in the body.
             push_to_hub: whether to upload the folder afterwards; ``options`` are then arguments of the method
                 ``push_to_hub``.
@@ -369,7 +370,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
         parameters = dict(self.named_parameters()) if state_dict is None else state_dict
         parameters = {name.removeprefix("decoder."): tensor for name, tensor in parameters.items()}
         tensors = body_tensors(self.decoder, parameters)
-        if is_main_process and rank() == 0:
+        if is_main_process:
             config = copy.deepcopy(self.config)
             config.architectures = [class_name(AutoModel, config.model_type) or type(self).__name__]
             config.dtype = self.decoder.dtype
@@ -383,7 +384,8 @@ class LigerModel(Loading, LigerPreTrainedModel):
                 config.save_pretrained(folder)
                 save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size)
 
-            write_checkpoint(Path(save_directory), write)
+            work = partial(write_checkpoint, Path(save_directory), write)
+            run_on_rank_zero(f"save_pretrained {save_directory}", work)
         if push_to_hub and is_main_process:
             self.push_to_hub(options.pop("repo_id", None) or Path(save_directory).name, **options)
 
