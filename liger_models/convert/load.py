@@ -573,14 +573,14 @@ def _check_head(weights: WeightMap, stored: Mapping[str, StoredTensor], hf_confi
     (embedding,) = weights.entries["embed_tokens.weight"].names()
     levels = ", at the top level and in text_config," if hf_config.get("text_config") else ""
     for head in (name for name in weights.skip if name in stored and name.endswith("lm_head.weight")):
-        same, rows = stored[embedding].shape == stored[head].shape, stored[head].shape[0]
         with open_files() as files:
-            for first in range(0, rows if same else 0, 4096):
-                ours, theirs = (
-                    read_slice(files, stored[name].file, name, first, min(first + 4096, rows))
-                    for name in (embedding, head)
-                )
-                same = same and torch.equal(ours.to(theirs.dtype), theirs)
+            pairs = (
+                [read_slice(files, stored[name].file, name, first, first + 4096) for name in (embedding, head)]
+                for first in range(0, stored[head].shape[0], 4096)
+            )
+            same = stored[embedding].shape == stored[head].shape and all(
+                torch.equal(ours.to(theirs.dtype), theirs) for ours, theirs in pairs
+            )
         if not same:
             raise ValueError(
                 f"{stored[head].file}: {head} must be equal to {embedding} by tie_word_embeddings in {CONFIG}, got "

@@ -4,7 +4,6 @@ import copy
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from liger_models.convert.hub import download
 from liger_models.convert.load import load_pretrained, of_whole_model, pick_map, read_assets
 from liger_models.convert.save import save_pretrained
 from liger_models.convert.tensors import as_stored, load_hf_tensors
-from liger_models.distributed.ranks import rank, run_on_rank_zero, wait_for_ranks
+from liger_models.distributed.ranks import rank, wait_for_ranks
 from liger_models.hf.config import to_json
 from liger_models.layers.linear import is_sharded
 
@@ -256,7 +255,7 @@ class Checkpoint(Loading):
     def save_pretrained(
         self,
         save_directory: str | os.PathLike[str],
-        is_main_process: bool = True,
+        is_main_process: bool | None = None,
         state_dict: Mapping[str, Tensor] | None = None,
         push_to_hub: bool = False,
         max_shard_size: int | str = "50GB",
@@ -267,27 +266,31 @@ class Checkpoint(Loading):
 
         Args:
             save_directory: the folder, which is created if it does not exist.
-            is_main_process: whether this rank writes. The parameters of a sharded model are gathered from all ranks.
-                An unsharded model is written by rank 0, and the other ranks that call this method wait for it.
+            is_main_process: whether this rank writes an unsharded model. By default, only rank 0 writes. The parameters
+                of a sharded model are gathered from all ranks.
             state_dict: unsharded tensors to save instead of the parameters, by the names that ``state_dict()`` uses. If
                 the dict is empty, no tensors are written. Trainer passes an empty dict if DeepSpeed writes the tensors
                 in shards.
             push_to_hub: whether to upload the folder afterwards; ``options`` are then arguments of the method
-                ``push_to_hub``.
+                ``push_to_hub``. The model must not be sharded.
             max_shard_size: maximum size of a file, in bytes or as "5GB".
             auto_map: see `liger_models.convert.save.save_pretrained`.
             options: arguments of transformers that do not change the format. They are ignored.
 
         Raises:
-            ValueError: parameters have no name in a checkpoint, or an option is not supported.
+            ValueError: parameters have no name in a checkpoint, an option is not supported, or a sharded model would
+                have to be uploaded.
         """
         hf_model: Any = self
         if getattr(self, "_hf_peft_config_loaded", False):  # only the adapter is saved
+            is_writer = writes(is_main_process)
             super().save_pretrained(  # type: ignore[misc]
-                save_directory, is_main_process, state_dict, push_to_hub, max_shard_size, **options
+                save_directory, is_writer, state_dict, push_to_hub, max_shard_size, **options
             )
             return
 
+        if push_to_hub:
+            check_upload(hf_model)
         # Some options are for the upload, and all other known options have no effect.
         repo_id = options.pop("repo_id", None)
         upload = {name: options.pop(name) for name in ("commit_message", "private", "token") if name in options}
@@ -301,10 +304,10 @@ class Checkpoint(Loading):
         # Collect the tensors under the names of the decoder's parameters. All ranks gather sharded tensors together.
         self.model.apply_edits()
         parameters = dict(hf_model.named_parameters(remove_duplicate=False))
-        by_all_ranks = state_dict is None and any(map(is_sharded, parameters.values()))
-        if by_all_ranks:
+        sharded = any(map(is_sharded, parameters.values()))
+        if state_dict is None and sharded:
             wait_for_ranks(f"save_pretrained {save_directory}")
-        elif not is_main_process:
+        elif not writes(is_main_process):
             return
         tensors = parameters if state_dict is None else state_dict
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
@@ -323,24 +326,20 @@ class Checkpoint(Loading):
         config.architectures, config.dtype = [type(self).__name__], tensors["embed_tokens.weight"].dtype
         assets = {GENERATION_CONFIG: self.generation_config.to_json_string().encode()}
         decoder.assets = decoder.assets | assets
-        write = partial(
-            save_pretrained, decoder, save_directory, max_shard_size=max_shard_size, auto_map=auto_map,
-            hf_config=to_json(config), tensors=tensors,
+        save_pretrained(
+            decoder, save_directory, max_shard_size=max_shard_size, auto_map=auto_map, hf_config=to_json(config),
+            tensors=tensors,
         )  # fmt: skip
-        if by_all_ranks or state_dict is not None:
-            write()
-        else:
-            run_on_rank_zero(f"save_pretrained {save_directory}", write)
-        if push_to_hub:
+        if push_to_hub and rank() == 0:
             hf_model.push_to_hub(repo_id or Path(save_directory).name, **upload)
 
     def _without_tensors(
-        self, folder: str | os.PathLike[str], is_main_process: bool, state_dict: Mapping[str, Tensor] | None
+        self, folder: str | os.PathLike[str], is_main_process: bool | None, state_dict: Mapping[str, Tensor] | None
     ) -> bool:
-        """If ``state_dict`` is empty, write only the configurations, on rank 0. Return whether it is empty."""
+        """If ``state_dict`` is empty, write only the configurations. Return whether it is empty."""
         if state_dict is None or state_dict:
             return False
-        if is_main_process and rank() == 0:
+        if writes(is_main_process):
             config = copy.deepcopy(self.config)
             config.architectures = [type(self).__name__]
             config.save_pretrained(folder)
@@ -567,6 +566,32 @@ def _check_options(options: dict[str, Any], config: PreTrainedConfig, folder: Pa
         raise ValueError(
             f"from_pretrained: arguments must be those of this method or fields of {type(config).__name__}, got "
             f"{', '.join(unknown)}. Leave them out, or load with the class of transformers."
+        )
+
+
+def writes(is_main_process: bool | None, *, sharded: bool = False) -> bool:
+    """Return whether this rank writes the files of a checkpoint.
+
+    Args:
+        is_main_process: the caller's argument. With None, only rank 0 writes, and a warning says so on all other ranks.
+        sharded: whether all ranks gather the tensors together. Only rank 0 may then write.
+    """
+    if sharded:
+        return rank() == 0 and is_main_process is not False
+    if is_main_process is None and rank() != 0:
+        logger.warning_once(
+            f"save_pretrained: rank {rank()} writes nothing, because only rank 0 writes a model that is not sharded. "
+            "To write on this rank, too, pass is_main_process=True and another folder."
+        )
+    return rank() == 0 if is_main_process is None else is_main_process
+
+
+def check_upload(model: nn.Module) -> None:
+    """Raise ValueError if ``model`` can't be uploaded because it is sharded."""
+    if any(map(is_sharded, model.parameters())):
+        raise ValueError(
+            "push_to_hub: the model must not be sharded. Call save_pretrained on all ranks, and upload the folder from "
+            "one of them."
         )
 
 

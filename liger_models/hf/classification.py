@@ -4,7 +4,6 @@ import copy
 import inspect
 import os
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.files import open_safetensors, read_headers
 from liger_models.convert.save import write_checkpoint
-from liger_models.distributed.ranks import run_on_rank_zero
+from liger_models.distributed.ranks import rank
 from liger_models.hf.adapted import Adaptable
 from liger_models.hf.checkpoint import (
     PREFIX,
@@ -25,8 +24,10 @@ from liger_models.hf.checkpoint import (
     as_dtype_of,
     body_tensors,
     check_shapes,
+    check_upload,
     find_mismatched_shapes,
     load_body,
+    writes,
 )
 from liger_models.hf.model import LigerModel, LigerPreTrainedModel, tied_decoder, without_head
 from liger_models.layers.linear import is_sharded
@@ -92,7 +93,7 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
     def save_pretrained(
         self,
         save_directory: str | os.PathLike[str],
-        is_main_process: bool = True,
+        is_main_process: bool | None = None,
         state_dict: Mapping[str, Tensor] | None = None,
         push_to_hub: bool = False,
         max_shard_size: int | str = "50GB",
@@ -112,23 +113,27 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
                 "save_pretrained: auto_map must be False for a head for classification, got True. Load the folder with "
                 f"liger_models.hf.{type(self).__name__}, or call liger_models.hf.register() first."
             )
+        if push_to_hub:
+            check_upload(self)
         if self._without_tensors(save_directory, is_main_process, state_dict):
             return
 
         # Collect the body under the names of a checkpoint, and the score head.
         self.model.apply_edits()
         tensors = dict(self.named_parameters()) if state_dict is None else state_dict
+        sharded = any(map(is_sharded, tensors.values()))
         body = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
         score: Any = tensors[SCORE].detach()
         tensors = body_tensors(self.model.decoder, body)
         tensors[SCORE] = score.full_tensor() if is_sharded(score) else score
+        is_writer = writes(is_main_process, sharded=sharded)
         if getattr(self, "_hf_peft_config_loaded", False):  # only the adapter is saved
             PreTrainedModel.save_pretrained(
-                self, save_directory, is_main_process, tensors, push_to_hub, max_shard_size, **options
+                self, save_directory, is_writer, tensors, push_to_hub, max_shard_size, **options
             )
             return
 
-        if not is_main_process:
+        if not is_writer:
             return
         # All options that transformers' method does not name are for the upload.
         named = inspect.signature(PreTrainedModel.save_pretrained).parameters.keys() - {"token"}
@@ -137,9 +142,8 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
         def write(folder: Path) -> None:
             PreTrainedModel.save_pretrained(self, folder, True, tensors, False, max_shard_size, **options)
 
-        work = partial(write_checkpoint, Path(save_directory), write)
-        run_on_rank_zero(f"save_pretrained {save_directory}", work)
-        if push_to_hub:
+        write_checkpoint(Path(save_directory), write)
+        if push_to_hub and rank() == 0:
             self.push_to_hub(upload.pop("repo_id", None) or Path(save_directory).name, **upload)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

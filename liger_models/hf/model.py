@@ -22,11 +22,20 @@ from liger_models.convert.config_map import read_config
 from liger_models.convert.files import read_headers
 from liger_models.convert.save import write_checkpoint
 from liger_models.convert.tensors import hf_tensors
-from liger_models.distributed.ranks import run_on_rank_zero
+from liger_models.distributed.ranks import rank, run_on_rank_zero
 from liger_models.generation.engine_routing import select_routing
 from liger_models.hf.adapted import Adaptable
 from liger_models.hf.cache import LigerCache
-from liger_models.hf.checkpoint import Checkpoint, Loading, Mismatch, as_dtype_of, body_tensors, load_body
+from liger_models.hf.checkpoint import (
+    Checkpoint,
+    Loading,
+    Mismatch,
+    as_dtype_of,
+    body_tensors,
+    check_upload,
+    load_body,
+    writes,
+)
 from liger_models.hf.config import class_name, to_json, to_liger
 from liger_models.hf.edits import Edits, replace_layer
 from liger_models.hf.generate import EngineGenerationMixin, with_stored_signature
@@ -111,11 +120,7 @@ class LigerPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: the model is sharded.
         """
-        if any(map(is_sharded, self.parameters())):
-            raise ValueError(
-                "push_to_hub: the model must not be sharded. Call save_pretrained on all ranks, and upload the folder "
-                "from one of them."
-            )
+        check_upload(self)
         return run_on_rank_zero(f"push_to_hub {repo_id}", partial(super().push_to_hub, repo_id, **options))
 
     def get_decoder(self) -> "LigerModel":
@@ -343,7 +348,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
     def save_pretrained(
         self,
         save_directory: str | os.PathLike[str],
-        is_main_process: bool = True,
+        is_main_process: bool | None = None,
         state_dict: Mapping[str, Tensor] | None = None,
         push_to_hub: bool = False,
         max_shard_size: int | str = "50GB",
@@ -354,8 +359,8 @@ class LigerModel(Loading, LigerPreTrainedModel):
 
         Args:
             save_directory: the folder, which is created if it does not exist.
-            is_main_process: whether this rank writes. The parameters of a sharded model are gathered from all ranks.
-                Only rank 0 writes, and the other ranks that call this method wait for it.
+            is_main_process: whether this rank writes an unsharded model. By default, only rank 0 writes. The parameters
+                of a sharded model are gathered from all ranks, and rank 0 writes them.
             state_dict: unsharded tensors to save instead of the parameters, by their names in the body.
             push_to_hub: whether to upload the folder afterwards; ``options`` are then arguments of the method
                 ``push_to_hub``.
@@ -365,12 +370,15 @@ class LigerModel(Loading, LigerPreTrainedModel):
         Raises:
             ValueError: parameters have no name in a checkpoint.
         """
+        if push_to_hub:
+            check_upload(self)
         # All ranks together gather the shards of each tensor. The keys are the names in a checkpoint.
         self.apply_edits()
         parameters = dict(self.named_parameters()) if state_dict is None else state_dict
         parameters = {name.removeprefix("decoder."): tensor for name, tensor in parameters.items()}
+        sharded = any(map(is_sharded, parameters.values()))
         tensors = body_tensors(self.decoder, parameters)
-        if is_main_process:
+        if writes(is_main_process, sharded=sharded):
             config = copy.deepcopy(self.config)
             config.architectures = [class_name(AutoModel, config.model_type) or type(self).__name__]
             config.dtype = self.decoder.dtype
@@ -384,10 +392,9 @@ class LigerModel(Loading, LigerPreTrainedModel):
                 config.save_pretrained(folder)
                 save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size)
 
-            work = partial(write_checkpoint, Path(save_directory), write)
-            run_on_rank_zero(f"save_pretrained {save_directory}", work)
-        if push_to_hub and is_main_process:
-            self.push_to_hub(options.pop("repo_id", None) or Path(save_directory).name, **options)
+            write_checkpoint(Path(save_directory), write)
+            if push_to_hub and rank() == 0:
+                self.push_to_hub(options.pop("repo_id", None) or Path(save_directory).name, **options)
 
     def forward(
         self,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from liger_models.common.errors import check_tensors, check_values, is_traced
 from liger_models.kernels.dispatch import ACCELERATORS
@@ -316,7 +317,7 @@ class BatchLayout:
             [B, T] int64.
         """
         # The target of a token is the label of the next token; the last token of a row has no target.
-        target = torch.cat([labels, labels.new_full((labels.shape[0], 1), ignore_index)], 1)[:, 1:]
+        target = F.pad(labels[:, 1:], (0, min(1, labels.shape[1])), value=ignore_index)  # [B, 0] stays empty
         if self.documents is None:
             return target
         # The last token of a document has no target either, because the next token is in another document.

@@ -125,10 +125,11 @@ class LabeledTokens:
     """
 
     def __init__(self, labels: Tensor) -> None:
+        self.shape = labels.shape
         # No sequence has more targets than labels.
         self.most = HostCount((labels != -100).sum(1).amax())
-        self.order: Tensor | None = None
-        """Indices [B, n] of the tokens that `select` returned; None for all tokens."""
+        self.rows: Tensor | None = None
+        """Indices [B, n] of the selected tokens among all B · T tokens; None for all tokens."""
 
     def select(self, x: Tensor, target: Tensor, *values: Tensor | None) -> tuple[Any, ...]:
         """Return n tokens of each sequence, in order. They include all tokens of the sequence that have a target.
@@ -143,21 +144,22 @@ class LabeledTokens:
         Returns:
             x [B, n, C], the target [B, n], and the values [B, n].
         """
-        (B, T), n = target.shape, max(-(-int(self.most) // TOKEN_MULTIPLE), 1) * TOKEN_MULTIPLE
+        (B, T), n = self.shape, max(-(-int(self.most) // TOKEN_MULTIPLE), 1) * TOKEN_MULTIPLE
         if n >= T:
             return x, target, *values
-        order = (target == -100).to(torch.uint8).argsort(dim=1, stable=True)[:, :n]  # tokens with a target come first
-        rows = (order + T * torch.arange(B, device=order.device)[:, None]).flatten()
-        selected: Tensor = _Rows.apply(x.flatten(0, 1), rows)  # type: ignore[no-untyped-call]
-        self.order = order
-        others = (None if value is None else value.gather(1, order) for value in values)
-        return selected.view(B, n, -1), target.gather(1, order), *others
+        if self.rows is None:
+            order = (target == -100).to(torch.uint8).argsort(dim=1, stable=True)  # tokens with a target come first
+            self.rows = order[:, :n] + T * torch.arange(B, device=order.device)[:, None]
+        selected: Tensor = _Rows.apply(x.flatten(0, 1), self.rows.flatten())  # type: ignore[no-untyped-call]
+        others = (None if value is None else value.flatten()[self.rows] for value in (target, *values))
+        return selected.view(B, n, -1), *others
 
-    def spread(self, results: Tensor, T: int) -> Tensor:
+    def spread(self, results: Tensor) -> Tensor:
         """Expand the results [B, n] for the tokens that `select` returned to [B, T], with zeros for other tokens."""
-        if self.order is None:
+        if self.rows is None:
             return results
-        return results.new_zeros(len(results), T).scatter(1, self.order, results)
+        whole = results.new_zeros(self.shape.numel()).index_copy(0, self.rows.flatten(), results.flatten())
+        return whole.view(self.shape)
 
 
 class LigerLMHead(nn.Linear, Layer):

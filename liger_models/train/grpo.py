@@ -252,7 +252,7 @@ class GRPOObjective(Objective):
 
         def head_log_probs(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
             kept, kept_target = tokens.select(x, target)
-            return tokens.spread(self._log_probs(kept, weight, kept_target), target.shape[1])
+            return tokens.spread(self._log_probs(kept, weight, kept_target))
 
         def log_probs(model: CausalLM, **more: Tensor) -> Tensor:
             values: Tensor = model(**inputs, **more, loss_function=head_log_probs).loss

@@ -267,7 +267,8 @@ class Compared(Objective):
         # The loss runs inside the head, where FSDP has gathered its weight.
         def loss_function(x: Tensor, weight: Tensor, target: Tensor) -> Any:
             x, target, reference = tokens.select(x, target, log_probs)
-            return self.function(weight, x, target, **({} if reference is None else {"ref_log_probs": reference}))
+            options = {"ref_log_probs": reference} if self.needs_reference else {}
+            return self.function(weight, x, target, **options)
 
         out = model(**batch, loss_function=loss_function)
         values = out.loss[1]
@@ -419,17 +420,20 @@ class DistillObjective(Objective):
 
     def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
         """Run the model. Returns (output, metrics), where ``output.loss`` is (mean losses, number of targets)."""
-        # The teacher's hidden states [B, T, C] and its head. The loss computes the teacher's logits in chunks.
         tokens = LabeledTokens(batch["labels"])
+
+        def head_inputs(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+            return tokens.select(x, target)[0], weight
+
+        # The teacher's hidden states [B, n, C] and its head. The loss computes the teacher's logits in chunks.
         with torch.no_grad():
-            hidden, head, _ = self.teacher(**batch, loss_function=lambda *inputs: inputs).loss
+            hidden, head = self.teacher(**batch, loss_function=head_inputs).loss
 
         def compare(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Any, Tensor]:
             # The dtypes may differ: on one GPU, quantized weights are not sharded, and adapters then compute in
             # float32. The teacher does not.
-            theirs, _ = tokens.select(hidden.to(x.dtype), target)
             x, target = tokens.select(x, target)
-            return self.function(x, weight, theirs, head.to(x.dtype), target), (target != -100).sum()
+            return self.function(x, weight, hidden.to(x.dtype), head.to(x.dtype), target), (target != -100).sum()
 
         # Without a backward the teacher's head stays gathered, so the student's loss can use it.
         out = model(**batch, loss_function=compare)

@@ -239,6 +239,8 @@ dist.init_process_group("gloo")
 for name, model in {"causal": load(Path("model")), "body": LigerModel.from_pretrained("model")}.items():
     model.save_pretrained(name, push_to_hub=True, repo_id=f"me/{name}-saved", token=token)
     model.push_to_hub(f"me/{name}-pushed", token=token)
+    model.save_pretrained(f"{name}-default-{dist.get_rank()}")
+    model.save_pretrained(f"{name}-asked-{dist.get_rank()}", is_main_process=True)
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -247,9 +249,14 @@ dist.destroy_process_group()
 @pytest.mark.distributed
 @pytest.mark.slow
 @untied
-def test_one_of_two_ranks_pushes_to_the_hub(folder, hub, tmp_path):  # noqa: F811
+def test_one_of_two_ranks_saves_and_uploads(folder, hub, tmp_path):  # noqa: F811
     (tmp_path / "push.py").write_text(PUSHED_BY_TWO_RANKS)
-    processes.run("push.py", hub.url, hub.token, cwd=tmp_path, ranks=2)
+    log = processes.run("push.py", hub.url, hub.token, cwd=tmp_path, ranks=2).stderr
+    assert "save_pretrained: rank 1 writes nothing" in log
+    for name in ("causal", "body"):
+        assert (tmp_path / f"{name}-default-0" / "model.safetensors").is_file()
+        assert not (tmp_path / f"{name}-default-1").exists()
+        assert all((tmp_path / f"{name}-asked-{rank}" / "model.safetensors").is_file() for rank in range(2))
     uploads = {name: [set(commit) for commit in repo.commits.values() if commit] for name, repo in hub.repos.items()}
     body = {"README.md", "config.json", "model.safetensors"}
     causal = body | {"generation_config.json"}

@@ -480,6 +480,13 @@ def test_log_probs_of_labeled_rows(monkeypatch):
     torch.testing.assert_close(*found)
 
 
+def test_a_loss_function_may_view_the_targets():
+    model = LigerLlama.from_config(CONFIG)
+    ids = torch.cat([IDS, IDS + 1])
+    seen = model(ids, labels=ids, loss_function=lambda x, weight, target: target.view(-1)).loss
+    assert torch.equal(seen, torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100).flatten())
+
+
 def test_labeled_tokens_of_each_sequence(monkeypatch):
     monkeypatch.setattr("liger_models.layers.lm_head.TOKEN_MULTIPLE", 4)
     x = torch.randn(3, 20, 8, requires_grad=True)
@@ -497,14 +504,14 @@ def test_labeled_tokens_of_each_sequence(monkeypatch):
         assert (kept_target[row, count:] == -100).all()
     assert torch.equal(kept_target, target.gather(1, positions))
     assert torch.equal(kept, x.gather(1, positions[..., None].expand(-1, -1, 8)))
-    assert torch.equal(tokens.spread(kept_target != -100, 20), target != -100)
+    assert torch.equal(tokens.spread(kept_target != -100), target != -100)
     kept.sum().backward()
     assert torch.equal(x.grad.sum(-1) / 8, torch.zeros(3, 20).scatter(1, positions, 1.0))
 
     monkeypatch.setattr("liger_models.layers.lm_head.TOKEN_MULTIPLE", 20)
     tokens = LabeledTokens(target)
     assert tokens.select(x, target, None) == (x, target, None)
-    assert tokens.spread(target, 20) is target
+    assert tokens.spread(target) is target
 
 
 @pytest.mark.gpu

@@ -26,8 +26,8 @@ recomputed. A compiler that saw the recomputation would save the tensors in the 
 
 If u is not saved and there are many rows, the forward and the backward process the rows in chunks, so that u, p, dn and
 N(h) exist only for one chunk at a time. The gradients of the weights are then summed over the chunks in fp32, and
-rounded once. If u is saved and the weights are frozen, only the backward processes the rows in chunks, so that du, p,
-dn and N(h) exist only for one chunk.
+rounded once. If u is saved and the weights are frozen but not quantized, only the backward processes the rows in
+chunks, so that du, p, dn and N(h) exist only for one chunk.
 
 With ``ranks``, the gates and ups are divided among the ranks, and each rank has the columns of Wd that belong to its
 gates and ups. The y of a rank is then only a partial result: the complete y is the sum over the ranks. In the backward,
@@ -94,7 +94,8 @@ F."""
 
 FROZEN_ROWS = 8192
 """Maximum number of rows per chunk of a backward in which u is saved and the weights need no gradients, as under LoRA.
-There are no sums of weight gradients then, and matrix products with more rows are not faster."""
+There are no sums of weight gradients then, and matrix products with more rows are not faster. Quantized weights are an
+exception: they are dequantized for each chunk, so all rows are processed at once."""
 
 
 def _even_rows(N: int, limit: int) -> int:
@@ -303,7 +304,8 @@ def gated_mlp_backward(upstream: GatedMLPUpstream, products: Products) -> GatedM
         needs=needs,
     )
     rows, num_ranks = split_rows(N, saved.gate_up.weight, ranks, u is None)
-    frozen = not (needs.gate_up.weight or needs.down.weight)
+    # Quantized weights would be dequantized again for each chunk.
+    frozen = not (needs.gate_up.weight or needs.down.weight) and isinstance(saved.gate_up.weight, Tensor)
     if u is not None and frozen and num_ranks == 1:
         rows = _even_rows(N, FROZEN_ROWS)
     if rows >= N:
