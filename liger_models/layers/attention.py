@@ -282,7 +282,7 @@ class LigerAttention(BaseAttention):
 
     @property
     def attention(self) -> AttentionSpec:
-        """What the layer requires from the model, and what it costs."""
+        """The masks, rotary tables and cache that this layer needs, and its floating-point operations."""
         return AttentionSpec(
             self.layer, self.rotary, self.window, self.softcap is not None, 4 * self.num_heads * self.head_dim,
             takes_pages=True,

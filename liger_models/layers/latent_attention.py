@@ -374,7 +374,7 @@ class LigerLatentAttention(BaseAttention):
 
     @property
     def attention(self) -> AttentionSpec:
-        """What the layer requires from the model, and what it costs in training."""
+        """The masks, rotary tables and cache that this layer needs, and its floating-point operations in training."""
         columns = self.nope_dim + self.rope_dim + self.value_dim
         return AttentionSpec(
             self.layer, self.rotary, self.window, self.softcap is not None, 2 * self.num_heads * columns,

@@ -15,7 +15,7 @@ CHECKPOINTING_POLICIES = ("none", "selective", "full")
 
 
 class AttentionSpec(NamedTuple):
-    """What an attention layer requires from the model, and what it costs.
+    """The masks, rotary tables and cache that an attention layer needs, and its floating-point operations.
 
     Attributes:
         cache_slot: index of the layer's keys and values in the decode cache; None if the layer stores no keys and
