@@ -14,6 +14,7 @@ from liger_models.kernels.loss.cross_entropy import cross_entropy, cross_entropy
 from liger_models.kernels.loss.linear_cross_entropy import VocabShard, linear_cross_entropy
 from liger_models.kernels.matmul.row_linear import inference_linear
 from liger_models.kernels.options import KernelOptions
+from liger_models.kernels.tiles import cdiv
 from liger_models.layers.layer import Layer
 from liger_models.layers.linear import local, local_or_none
 
@@ -62,7 +63,7 @@ class HostCount:
         self._count = count
         self._copied: torch.Event | None = None
         if count.device.type in ACCELERATORS:
-            # The copy runs on its own stream after the count is computed. `__int__` waits for the event.
+            # The copy runs on its own stream after the count is computed. `rounded_up` waits for the event.
             stream = _aside(count.device)
             stream.wait_stream(torch.accelerator.current_stream(count.device))
             count.record_stream(stream)
@@ -71,10 +72,22 @@ class HostCount:
                 self._count.copy_(count, non_blocking=True)
             self._copied = stream.record_event()
 
-    def __int__(self) -> int:
+    def rounded_up(self, multiple: int) -> int:
+        """Return the smallest positive multiple of ``multiple`` that is not less than the count.
+
+        With rounded numbers of rows, there are few different shapes.
+        """
         if self._copied is not None:
             self._copied.synchronize()
-        return int(self._count)
+        return max(cdiv(int(self._count), multiple), 1) * multiple
+
+
+def _spread(results: Tensor, rows: Tensor | None, shape: torch.Size) -> Tensor:
+    """Write the results for ``rows``, indices into the flattened ``shape``, to a tensor of this shape that is otherwise
+    0. If ``rows`` is None, the results have this shape already."""
+    if rows is None:
+        return results
+    return results.new_zeros(shape.numel()).index_copy(0, rows.flatten(), results.flatten()).view(shape)
 
 
 class LabeledRows:
@@ -97,8 +110,7 @@ class LabeledRows:
 
         n is a multiple of `ROW_MULTIPLE`. If there are at most n rows, x and the targets are returned unchanged.
         """
-        # Round the number up, so that there are few different shapes.
-        count = max(-(-int(self.count) // ROW_MULTIPLE), 1) * ROW_MULTIPLE
+        count = self.count.rounded_up(ROW_MULTIPLE)
         if count >= len(self.ignored):
             return x, self.target
         self.rows = self.ignored.to(torch.uint8).argsort(stable=True)[:count]  # rows with a target come first
@@ -108,10 +120,7 @@ class LabeledRows:
     def spread(self, results: Tensor) -> Tensor:
         """Expand the results for the rows that `select` returned to the shape of the targets, with zeros for all other
         rows."""
-        if self.rows is None:
-            return results
-        whole = results.new_zeros(self.target.numel()).index_copy(0, self.rows, results)
-        return whole.view(self.target.shape)
+        return _spread(results, self.rows, self.target.shape)
 
 
 class LabeledTokens:
@@ -144,7 +153,7 @@ class LabeledTokens:
         Returns:
             x [B, n, C], the target [B, n], and the values [B, n].
         """
-        (B, T), n = self.shape, max(-(-int(self.most) // TOKEN_MULTIPLE), 1) * TOKEN_MULTIPLE
+        (B, T), n = self.shape, self.most.rounded_up(TOKEN_MULTIPLE)
         if n >= T:
             return x, target, *values
         if self.rows is None:
@@ -156,10 +165,7 @@ class LabeledTokens:
 
     def spread(self, results: Tensor) -> Tensor:
         """Expand the results [B, n] for the tokens that `select` returned to [B, T], with zeros for other tokens."""
-        if self.rows is None:
-            return results
-        whole = results.new_zeros(self.shape.numel()).index_copy(0, self.rows.flatten(), results.flatten())
-        return whole.view(self.shape)
+        return _spread(results, self.rows, self.shape)
 
 
 class LigerLMHead(nn.Linear, Layer):

@@ -215,15 +215,22 @@ class Products(NamedTuple):
     down: Product
 
 
-def split_rows(N: int, gate_up_weight: Weight, ranks: Group | None, recompute: bool) -> tuple[int, int]:
+def split_rows(
+    N: int, gate_up_weight: Weight, ranks: Group | None, recompute: bool, *, frozen: bool = False
+) -> tuple[int, int]:
     """Return the number of this rank's own rows in a chunk, and the number of ranks whose rows are in u.
 
-    With sequence parallelism, u has rows of all ranks. Otherwise, the second number is 1.
+    With sequence parallelism, u has rows of all ranks. Otherwise, the second number is 1. ``frozen`` says whether this
+    is a backward in which the weights need no gradients.
     """
     num_ranks = ranks.size if ranks is not None and ranks.sequence_parallel else 1
-    row_bytes = gate_up_weight.shape[0] * gate_up_weight.itemsize
-    rows = cdiv(_chunk_rows(N * num_ranks, row_bytes), num_ranks) if recompute else N
-    return rows, num_ranks
+    if recompute:
+        row_bytes = gate_up_weight.shape[0] * gate_up_weight.itemsize
+        return cdiv(_chunk_rows(N * num_ranks, row_bytes), num_ranks), num_ranks
+    # Quantized weights would be dequantized again for each chunk.
+    if frozen and num_ranks == 1 and isinstance(gate_up_weight, Tensor):
+        return _even_rows(N, FROZEN_ROWS), num_ranks
+    return N, num_ranks
 
 
 def gated_mlp_forward(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs:
@@ -303,11 +310,8 @@ def gated_mlp_backward(upstream: GatedMLPUpstream, products: Products) -> GatedM
         ),
         needs=needs,
     )
-    rows, num_ranks = split_rows(N, saved.gate_up.weight, ranks, u is None)
-    # Quantized weights would be dequantized again for each chunk.
-    frozen = not (needs.gate_up.weight or needs.down.weight) and isinstance(saved.gate_up.weight, Tensor)
-    if u is not None and frozen and num_ranks == 1:
-        rows = _even_rows(N, FROZEN_ROWS)
+    frozen = not (needs.gate_up.weight or needs.down.weight)
+    rows, num_ranks = split_rows(N, saved.gate_up.weight, ranks, u is None, frozen=frozen)
     if rows >= N:
         gradients = _backward_rows(upstream, products)
     else:
