@@ -66,6 +66,7 @@ def test_the_linear_layers_of_the_blocks_are_converted(config, names):
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_loss_and_gradients_are_those_of_torchao(recipe, dtype):

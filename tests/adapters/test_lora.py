@@ -190,7 +190,7 @@ def assert_equal_to_peft(ours, theirs, ids, our_inputs=None, their_inputs=None) 
         assert (parameter.grad is not None) == (parameter.requires_grad and "visual.unread." not in name), name
 
 
-@pytest.mark.cases(7)
+@pytest.mark.cases(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "use_dora"),
@@ -234,7 +234,7 @@ def test_what_is_named_is_adapted_by_peft_and_nothing_else(arch, targets, root, 
     assert under_peft_names(again, lambda parameter: 0) == under_peft_names(ours, lambda parameter: 0)
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("arch", sorted(dict(VISION_CASES)))
 def test_a_language_model_beside_a_tower(arch, root, tmp_path):
     """Adapters of it alone and of the head, merged and saved."""
@@ -252,6 +252,7 @@ def test_a_language_model_beside_a_tower(arch, root, tmp_path):
     assert error(load(arch, tmp_path / "merged")(ids, **inputs).logits, logits) <= LIMIT
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("variant", ["gqa", "biases"])
 @pytest.mark.parametrize(
@@ -301,6 +302,7 @@ def test_new_adapters_change_nothing():
         torch.testing.assert_close(model(IDS).logits, logits, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("tied", [False, True])
 def test_merge_unmerge_and_export(kind, tied, tmp_path):
@@ -852,6 +854,7 @@ def test_files_with_wrong_settings_leave_the_model_as_it_was(tmp_path):
     assert adapter_config(adapted) is not None
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("sizes", [(128, 64), (64, 128), (64, 64), (128, 192)], ids=str)
 @pytest.mark.parametrize("dtype", ["nf4", "float8"])
 @pytest.mark.parametrize("adapted", [True, False])

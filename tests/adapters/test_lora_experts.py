@@ -101,6 +101,7 @@ def test_every_mixture_is_peft_on_transformers(arch, variant, root, tmp_path):
     assert all(tensor.equal(want[name]) for name, tensor in under_peft_names(again, values).items())
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"], ["shared_expert.up_proj"]], ids=str)
 @pytest.mark.parametrize(("arch", "variant"), [("qwen3_next", "aux"), ("qwen3_moe", "mixed")])
 def test_linear_layers_with_the_names_of_experts(arch, variant, targets, root, tmp_path):
@@ -119,6 +120,7 @@ def test_linear_layers_with_the_names_of_experts(arch, variant, targets, root, t
         assert all(tensor.equal(want[name]) for name, tensor in again.items())
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("parameters", [EXPERTS, EXPERTS[:1], EXPERTS[1:]], ids=str)
 @pytest.mark.parametrize("arch", ["mixtral", "gpt_oss"])
 def test_files_of_peft_come_back_bit_for_bit(arch, parameters, root, tmp_path):
@@ -385,6 +387,7 @@ def quantized(config, dtype, hf=WIDE, **options):
     return quantize_base(mixture(hf, config, **options), dtype=dtype)
 
 
+@pytest.mark.cases(6)
 @QUANTIZED
 @pytest.mark.parametrize(
     ("arch", "variant"),
@@ -418,6 +421,7 @@ def test_quantized_experts_of_every_family(arch, variant, dtype, root):
     assert all("experts" in name and error(stored[name], plain[name]) < 0.15 for name in changed)
 
 
+@pytest.mark.cases(4)
 @QUANTIZED
 @pytest.mark.parametrize("parameters", [EXPERTS, EXPERTS[1:], ()], ids=str)
 def test_merge_and_unmerge_quantized_experts(parameters, dtype, tmp_path):

@@ -97,6 +97,7 @@ def test_a_number_of_items_that_cannot_be(num_items):
         make()(**make_batch(), num_items_in_batch=num_items)
 
 
+@pytest.mark.cases(11)
 @pytest.mark.parametrize("num_items", [None, 7.0])
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("freeze", [True, False])

@@ -77,7 +77,7 @@ def adapters(arch: str, **options):
     return peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, **options)
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(4)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* all linear layers have adapters except:UserWarning")
 @pytest.mark.parametrize("arch", of_each_kind(list_archs()))
@@ -127,7 +127,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", ["gqa", "biases"])
 def test_a_training_step_is_that_of_transformers(kind, variant, root, tmp_path):

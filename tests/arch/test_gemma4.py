@@ -20,6 +20,7 @@ every_case = pytest.mark.parametrize("pair", CASES, indirect=True, ids="-".join)
 one_case = pytest.mark.parametrize("pair", CASES[:1], indirect=True, ids="-".join)
 
 
+@pytest.mark.cases(5)
 @every_case
 def test_policies_and_mixed_ones_give_identical_gradients(pair):
     """A block that is recomputed must not replace the keys and values that other blocks have taken from it."""

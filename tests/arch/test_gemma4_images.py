@@ -160,6 +160,7 @@ def test_packed_documents_are_separate_documents(pair):
     assert_same_gradients(ours, theirs)
 
 
+@pytest.mark.cases(9)
 @every_case
 def test_generate(pair, use_cache):
     _, _, theirs, ours = pair

@@ -45,6 +45,7 @@ SIZES = {
 }  # fmt: skip
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", SIZES)
 def test_the_number_of_parameters(name):
     arch, billions, sizes = SIZES[name]

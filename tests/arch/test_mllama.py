@@ -163,6 +163,7 @@ def test_tokens_see_the_tiles_that_transformers_masks_say(pair):
             assert own.shape == (1, 1, row.count(IMAGE) * tiles)
 
 
+@pytest.mark.cases(5)
 @every_case
 def test_generate(pair, use_cache):
     _, _, theirs, ours = pair

@@ -143,6 +143,7 @@ def gradients(mtp: LigerMTP) -> dict[str, Tensor]:
     return made.tensors()
 
 
+@pytest.mark.cases(4)
 @every_case
 @pytest.mark.parametrize("bounds", [[0, 12, 24], [0, 7, 8, 12, 14, 24]], ids=["rows", "packed"])
 def test_loss_and_gradients_are_those_of_plain_torch(pair, bounds):

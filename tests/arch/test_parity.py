@@ -41,16 +41,13 @@ T = 40  # past the original length of every scaled variant
 SEEDS = {("mamba2", "groups"): 3, ("deepseek_v2", "yarn"): 1}
 """Case -> seed of its tokens, where seed 0 makes rounding decide: the terms of a gradient cancel but for a thirtieth of
 their usual sum, or two experts have scores that differ by 1e-7."""
-INDUCTOR = [
+COMPILED = [
     (("llama", "gqa"), True),
     (("gemma2", "gqa"), False),
     (("mixtral", "aux"), False),
     (("qwen3_vl", "gqa"), False),
 ]
-"""Families that differ, with packed documents or not: plain, windows and softcaps, experts, images.
-
-Compiling one takes longer than all other tests of a family, so only the first is compiled outside of the matrix.
-"""
+"""Families that differ, with packed documents or not: plain, windows and softcaps, experts, images."""
 
 
 def steady_length(variant: str) -> int:
@@ -77,6 +74,7 @@ def test_logits_loss_and_gradients(pair):
     assert_same_gradients(ours, theirs)
 
 
+@pytest.mark.cases(20)
 @one_case_each
 def test_every_part_of_each_block_is_compared_by_itself(pair):
     """What names the part that differs finds none in an equal model, and leaves out none that transformers runs."""
@@ -92,6 +90,7 @@ def test_every_part_of_each_block_is_compared_by_itself(pair):
     assert not any("add_norm" in vars(module) or module._forward_hooks for module in ours.modules())
 
 
+@pytest.mark.cases(20)
 @one_case_each
 def test_every_layer_follows_the_kernel_options(pair):
     """A layer to which a family does not hand an option on computes the same numbers, so only its attribute tells."""
@@ -109,6 +108,7 @@ def test_every_layer_follows_the_kernel_options(pair):
     assert {name: switch for name, switch in switches.items() if switch not in (False, off)} == {}
 
 
+@pytest.mark.cases(20)
 @one_case_each
 def test_num_items_in_batch(pair):
     arch, variant, theirs, ours = pair
@@ -173,6 +173,7 @@ def test_packed_documents_are_separate_documents(pair):
     assert_same_gradients(ours, theirs)
 
 
+@pytest.mark.cases(20)
 @one_case_each
 def test_tokens_after_the_last_boundary_and_rows_are_documents(pair):
     arch, variant, _, ours = pair
@@ -183,6 +184,7 @@ def test_tokens_after_the_last_boundary_and_rows_are_documents(pair):
         assert error(packed[row, part], ours(ids[row : row + 1, part]).logits[0]) <= LIMIT
 
 
+@pytest.mark.cases(20)
 @one_case_each
 def test_position_ids(pair):
     arch, variant, theirs, ours = pair
@@ -197,6 +199,7 @@ def test_position_ids(pair):
     assert error(ours(ids, position_ids=positions[0]).logits, want) <= LIMIT
 
 
+@pytest.mark.cases(20)
 @one_case_each
 def test_causality(pair):
     arch, variant, _, ours = pair
@@ -222,6 +225,7 @@ def test_cached_decode(pair):
         assert error(torch.cat(pieces, 1), ours(ids).logits) <= LIMIT
 
 
+@pytest.mark.cases(14)
 @one_case_of_each_kind
 def test_checkpointing_policies_give_identical_gradients(pair):
     arch, variant, _, ours = pair
@@ -236,6 +240,7 @@ def test_checkpointing_policies_give_identical_gradients(pair):
         assert all(torch.equal(gradient, other[name]) for name, gradient in gradients[0].items())
 
 
+@pytest.mark.cases(20)
 @one_case_each
 def test_logits_beside_the_loss_and_only_the_last(pair):
     arch, variant, _, ours = pair
@@ -247,6 +252,7 @@ def test_logits_beside_the_loss_and_only_the_last(pair):
         assert ours.eval()(ids, labels=ids).logits is None
 
 
+@pytest.mark.cases(20)
 @one_case_each
 def test_inputs_embeds(pair):
     arch, variant, theirs, ours = pair
@@ -255,6 +261,7 @@ def test_inputs_embeds(pair):
     assert error(ours(inputs_embeds=embeds).logits, theirs(inputs_embeds=embeds).logits) <= LIMIT
 
 
+@pytest.mark.cases(20)
 @one_case_each
 def test_one_token_and_no_token(pair):
     arch, variant, theirs, ours = pair
@@ -268,12 +275,15 @@ def test_one_token_and_no_token(pair):
 @pytest.mark.compile
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("pair", "packed"),
-    [INDUCTOR[0], *(pytest.param(*case, marks=pytest.mark.matrix) for case in INDUCTOR[1:])],
+    ("pair", "packed", "compiler"),
+    [
+        (*COMPILED[0], "aot_eager"),  # the C++ compiler takes longer than all other tests of a family
+        *(pytest.param(*case, "inductor", marks=pytest.mark.matrix) for case in COMPILED),
+    ],
     indirect=["pair"],
     ids=str,
 )
-def test_inductor(pair, packed, fresh_dynamo):
+def test_compiled(pair, packed, compiler, fresh_dynamo):
     """The compiler's code computes what the model does without it, which the other tests compare with transformers."""
     arch, variant, _, ours = pair
     del ours.layers[2 if arch == "gemma2" else 1 :]  # layers of a kind compile to the same code
@@ -283,7 +293,7 @@ def test_inductor(pair, packed, fresh_dynamo):
     want.backward()
     gradients = gradients_of(ours)
     ours.zero_grad()
-    got = torch.compile(ours, fullgraph=True)(ids, **options).loss
+    got = torch.compile(ours, fullgraph=True, backend=compiler)(ids, **options).loss
     got.backward()
     assert error(got, want) <= LIMIT
     for name, gradient in gradients.items():
@@ -294,9 +304,9 @@ def test_inductor(pair, packed, fresh_dynamo):
 @pytest.mark.compile
 @one_case_of_each_kind
 def test_forward_and_backward_are_one_graph(pair, fresh_dynamo):
-    """With a policy for each layer, and packed documents where `test_inductor` has none."""
+    """With a policy for each layer, and packed documents where `test_compiled` has none."""
     arch, variant, _, ours = pair
-    packed = ((arch, variant), True) not in INDUCTOR
+    packed = ((arch, variant), True) not in COMPILED
     ids = tokens(arch, variant, 1 if packed else 2, 16)
     options = {"labels": ids} | ({"cu_seqlens": torch.tensor([0, 7, 16])} if packed else {})
     want = ours(ids, **options).loss
@@ -324,7 +334,7 @@ def test_export_reloads_in_transformers_bit_for_bit(pair, tmp_path):
     assert torch.equal(again(ids).logits, theirs(ids).logits)
 
 
-@pytest.mark.cases(30)
+@pytest.mark.cases(18)
 @one_case_of_each_family
 def test_what_transformers_holds_in_memory_is_read(pair, tmp_path):
     """The names and shapes of its parameters, which it writes on demand, give the same model as the hub's."""
@@ -343,6 +353,7 @@ def test_what_transformers_holds_in_memory_is_read(pair, tmp_path):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
+@pytest.mark.cases(20)
 @one_case_each
 def test_fresh_weights(pair):
     """from_config draws what the constructor draws, and ties what is tied."""
@@ -357,6 +368,7 @@ def test_fresh_weights(pair):
     assert (drawn.lm_head.weight is drawn.embed_tokens.weight) == ours.config.tie_word_embeddings
 
 
+@pytest.mark.cases(34)
 @pytest.mark.parametrize(
     ("arch", "pad"),
     [(arch, 5) for arch in ARCHS]
@@ -381,6 +393,7 @@ def test_the_row_of_the_padding_token(arch, pad):
     assert read_config(type(ours.config), written).pad_token_id == ours.config.pad_token_id == pad
 
 
+@pytest.mark.cases(20)
 @one_case_each
 def test_cast_keeps_the_rotary_tables(pair):
     """Half-precision weights must not round the frequencies."""
@@ -395,7 +408,7 @@ def test_cast_keeps_the_rotary_tables(pair):
     assert all(torch.equal(a, b) for a, b in zip(tables(ours.half().to("cpu")), want, strict=True))
 
 
-@pytest.mark.cases(25)
+@pytest.mark.cases(15)
 @one_case_each
 def test_more_tokens(pair, tmp_path):
     """With more rows, new tokens among them, saved and read by transformers; then with as few as before."""

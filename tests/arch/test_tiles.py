@@ -90,6 +90,7 @@ def test_logits_loss_and_gradients(pair):
     assert any(is_tower(name) and gradient.any() for name, gradient in gradients_of(ours).items())
 
 
+@pytest.mark.cases(4)
 @every_case
 def test_names_of_transformers_modules(pair, root, tmp_path):
     """Some versions write these instead of the names on the hub; experts are in one tensor there."""

@@ -149,6 +149,7 @@ def test_logits_loss_and_gradients(pair, rows):
     assert any(is_tower(name) and gradient.any() for name, gradient in gradients_of(ours).items())
 
 
+@pytest.mark.cases(24)
 @one_mrope_case_each
 @every_batch
 @pytest.mark.parametrize("side", ["none", "left", "right"])
@@ -305,7 +306,7 @@ def padded_left(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return ids, kinds, batch.mask.flip(1)
 
 
-@pytest.mark.cases(50)
+@pytest.mark.cases(30)
 @one_video_case_each
 @every_batch
 def test_generate(pair, rows, use_cache):
@@ -326,6 +327,7 @@ def test_generate(pair, rows, use_cache):
     assert torch.equal(got, want)
 
 
+@pytest.mark.cases(13)
 @one_video_case_each
 def test_several_continuations_of_prompts_with_images(pair, use_cache):
     """The same as of repeated prompts and images."""
@@ -342,6 +344,7 @@ def test_several_continuations_of_prompts_with_images(pair, use_cache):
     assert not torch.equal(got[0], got[1])
 
 
+@pytest.mark.cases(9)
 @one_video_case_each
 @pytest.mark.parametrize("several", [1, 2])
 def test_drafts_of_prompts_with_images(pair, several):
@@ -362,6 +365,7 @@ def test_drafts_of_prompts_with_images(pair, several):
         assert torch.equal(ours.generate(ids, draft_model=draft, **options), want)
 
 
+@pytest.mark.cases(5)
 @one_video_case_each
 def test_checkpointing_policies_give_identical_gradients(pair):
     _, _, _, ours = pair
@@ -381,6 +385,7 @@ def test_checkpointing_policies_give_identical_gradients(pair):
         ours.set_checkpointing("none", vision_policy="some")
 
 
+@pytest.mark.cases(9)
 @one_video_case_each
 @pytest.mark.parametrize("part", ["tower", "language model"])
 def test_a_frozen_part(pair, part):
@@ -441,6 +446,7 @@ def test_compiled_in_one_graph(pair, fresh_dynamo):
         assert_one_graph(ours, compiled, batch.ids, labels=batch.labels, attention_mask=batch.mask, **batch.inputs)
 
 
+@pytest.mark.cases(5)
 @one_video_case_each
 def test_half_precision(pair):
     """fp32 pixels into a model in bf16."""
@@ -452,6 +458,7 @@ def test_half_precision(pair):
     assert error(got, want) <= 0.1
 
 
+@pytest.mark.cases(5)
 @one_video_case_each
 def test_wrong_numbers_are_named(pair):
     _, _, _, ours = pair
@@ -575,6 +582,7 @@ def test_on_gpu(pair, root, rows, dtype):
         assert_same_gradients(ours, theirs, twin=twin)
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("arch", sorted({arch for arch, _ in VISION_CASES}))
 def test_keys_of_the_language_model_count_in_its_own_configuration_only(arch):
     """Transformers ignores them at the top level, where other tools put some."""
@@ -597,7 +605,7 @@ def test_keys_of_the_language_model_count_in_its_own_configuration_only(arch):
         assert read_config(config_class, nested | strange) == read_config(config_class, nested)
 
 
-@pytest.mark.cases(60)
+@pytest.mark.cases(18)
 @pytest.mark.parametrize("arch", sorted({arch for arch, _ in VISION_CASES} - {"mllama"}))
 @pytest.mark.parametrize("top", [None, False, True])
 @pytest.mark.parametrize("text", [None, False, True])

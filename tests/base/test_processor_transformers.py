@@ -132,6 +132,7 @@ def same(got, want, more=()):
         assert torch.equal(torch.as_tensor(value), torch.as_tensor(want[name])), name
 
 
+@pytest.mark.cases(5)
 def test_inputs_move_and_pixels_change_their_dtype(pair):
     ours, hf, _ = pair
     options = {"return_dict": True, "return_tensors": "pt", "padding": True, "tokenize": True}
@@ -176,6 +177,7 @@ def test_rows_are_lists_without_return_tensors(pair):
     assert torch.equal(ids, ours.apply_chat_template(CHATS[0])["input_ids"])
 
 
+@pytest.mark.cases(5)
 def test_truncation_keeps_images_whole(pair):
     ours, hf, arch = pair
     options = {"return_dict": True, "return_tensors": "pt", "tokenize": True, "padding": "max_length"}
@@ -262,6 +264,7 @@ def test_decode_is_transformers(pair):
     assert "What?" in ours.batch_decode(batch["input_ids"])[0]
 
 
+@pytest.mark.cases(5)
 def test_a_saved_processor_has_its_changes(pair, tmp_path):
     _, _, arch = pair
     model = make(arch)

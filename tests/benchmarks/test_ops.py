@@ -76,6 +76,7 @@ def peers_on_the_cpu(name: str) -> list[str]:
 PAIRS = [(name, peer) for name in OPS for peer in peers_on_the_cpu(name)]
 
 
+@pytest.mark.cases(24)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "peer"), [pair for pair in PAIRS if pair[1] != "torch_linear_cross_entropy"])
 def test_what_runs_on_the_cpu_is_right_and_measured(name, peer):

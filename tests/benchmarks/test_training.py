@@ -77,6 +77,7 @@ def test_blocks_of_transformers_are_compiled_before_they_are_sharded(monkeypatch
     assert (compiled, sharded) == ([0], [block, model])
 
 
+@pytest.mark.cases(6)
 @pytest.mark.filterwarnings("ignore")  # names that transformers' next version drops, which PEFT reads
 @pytest.mark.parametrize("experts", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "glm4_moe_lite", "nemotron_h", "gemma3", "qwen2_5_vl"])
@@ -179,6 +180,7 @@ def test_a_mode_is_parsed():
     )
 
 
+@pytest.mark.cases(20)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_few_layers_of_a_release_are_a_model(name):
     config = read_config(name)
@@ -226,6 +228,7 @@ def test_releases_have_as_many_parameters_as_published(release):
     assert AutoLigerModel.from_config(RELEASES[release], device="meta").num_parameters() == PUBLISHED[release]
 
 
+@pytest.mark.cases(14)
 @pytest.mark.filterwarnings("ignore:.*rope_scaling.*:FutureWarning")  # a key of Kimi Linear's file
 @pytest.mark.parametrize(
     "family",

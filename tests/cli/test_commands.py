@@ -186,6 +186,7 @@ def test_a_warning_shows_what_a_stranger_wrote():
     assert shell("-c", code).stderr == "warning: \\x1b[2J\n"
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     "arch", ["qwen2_vl", "gemma3", "gemma4", "mllama", "mistral3", "muse_glimmer", "llava", "lfm2_vl", "paligemma"]
 )

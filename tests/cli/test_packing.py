@@ -33,7 +33,7 @@ def verify(model, *, code: int = 0):
     return about, lines
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("case", of_each_kind(FIRST_CASES), ids="-".join)
 def test_documents_of_every_family_are_independent(case, root):
     pytest.importorskip("transformers")
@@ -44,7 +44,7 @@ def test_documents_of_every_family_are_independent(case, root):
     assert lines[-1] == "packed documents are independent"
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_smaller_model_has_all_kinds_of_blocks(arch):
     """It runs, and is small enough for every machine."""

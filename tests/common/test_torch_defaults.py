@@ -46,6 +46,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(("arch", "variant"), CASES)
 def test_models(arch, variant, tmp_path):
     folder, ids = make_folder(arch, variant, tmp_path), tokens(arch, variant, 2, 14)
@@ -59,6 +60,7 @@ def test_models(arch, variant, tmp_path):
     assert_same(step)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("kind", ["bnb", "bnb_nested", "mo_nvfp4"])
 def test_quantized_checkpoints(kind, kept, tmp_path):

@@ -116,6 +116,7 @@ def test_reads_what_transformers_reads(config_file: Path) -> None:
         assert rope == {key: value for key, value in dataclasses.asdict(config.rope_scaling).items() if key in rope}
 
 
+@pytest.mark.cases(24)
 def test_every_layer_has_the_window_of_transformers(config_file: Path) -> None:
     hf = json.loads(config_file.read_text())
     model_class = get_arch(config_file.parent.name)
@@ -184,6 +185,7 @@ def assert_same_tower(config: Any, theirs: Any) -> None:
             assert getattr(theirs, field.name) == getattr(config, field.name), field.name
 
 
+@pytest.mark.cases(24)
 def test_written_config_reads_the_same(config_file: Path) -> None:
     hf = json.loads(config_file.read_text())
     config_class = get_arch(config_file.parent.name).config_class

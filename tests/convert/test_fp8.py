@@ -63,6 +63,7 @@ def in_float8(
     return to / "codes", to / "dense"
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("arch", CASES)
 def test_read_and_saved_as_what_it_stands_for(arch: str, tmp_path: Path) -> None:
     """Blocks that end within rows and columns; the ranks of FSDP read parts of blocks."""

@@ -107,6 +107,7 @@ def save(tmp_path):
     return write
 
 
+@pytest.mark.cases(20)
 @pytest.mark.parametrize("family", GGUF)
 def test_every_tensor_has_a_name_in_gguf(save, family):
     gguf = pytest.importorskip("gguf", reason="the names are those of the package gguf: pip install gguf")
@@ -120,6 +121,7 @@ def test_every_tensor_has_a_name_in_gguf(save, family):
     assert len(set(found.values())) == len({as_stacked(name) for name in stored})
 
 
+@pytest.mark.cases(20)
 @pytest.mark.parametrize("family", GGUF)
 def test_config_has_the_keys_that_the_converter_reads(save, family):
     config = json.loads((save(family, next(iter(tiny(family)))) / "config.json").read_text())

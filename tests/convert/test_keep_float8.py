@@ -66,6 +66,7 @@ def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("arch", [*CASES, "mixtral", "qwen3_vl_moe", "gpt_oss"])
 def test_computes_as_the_dequantized_model(arch: str, tmp_path: Path) -> None:
     codes, _ = quantized(arch, tmp_path, BLOCK)
@@ -171,6 +172,7 @@ def without_scales(codes: Path, dense: Path, name: str) -> None:
     save_file({**tensors, name: read_tensors(dense)[name]}, codes / "model.safetensors", {"format": "pt"})
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("arch", ["qwen3", "phi3", "qwen3_moe", "qwen3_next", "gpt_oss", "partly"])
 @pytest.mark.parametrize("number", [torch.float32, torch.bfloat16], ids=str)
 def test_saved_as_it_was(arch: str, number: torch.dtype, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def frozen_of(model: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.cases(10)
+@pytest.mark.cases(6)
 @KINDS
 @ARCHS
 def test_read_kept_and_saved(kind: str, arch: str, tmp_path: Path) -> None:

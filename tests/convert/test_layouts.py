@@ -79,6 +79,7 @@ def test_transformers_writes_both_layouts(arch: str, folders: tuple[Path, Path])
     assert sum(".experts." in name for name in fused - hub) == sparse * 2
 
 
+@pytest.mark.cases(4)
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shard", ["5GB", "15KB"])
@@ -277,6 +278,7 @@ def test_experts_are_read_layer_by_layer(tmp_path: Path, fused: bool, copies: in
     pytest.fail(f"{peak} bytes for {size} of weights, the largest {largest}")
 
 
+@pytest.mark.cases(22)
 @pytest.mark.parametrize(("arch", "variant"), FIRST_CASES, ids=str)
 def test_every_family_is_read_without_the_prefix_of_its_body(arch: str, variant: str, tmp_path: Path) -> None:
     """As transformers saves a body without its head."""
@@ -291,6 +293,7 @@ def test_every_family_is_read_without_the_prefix_of_its_body(arch: str, variant:
 ONE_LAYOUT = ("gemma4", "llama4", "muse_glimmer", "idefics3", "smolvlm")
 
 
+@pytest.mark.cases(20)
 @pytest.mark.parametrize(("arch", "variant"), [case for case in VISION_CASES if case[0] not in ONE_LAYOUT], ids=str)
 def test_every_layout_of_towers_gives_one_model_and_one_export(arch: str, variant: str, tmp_path: Path) -> None:
     theirs = transformers.AutoConfig.for_model(arch, **tiny(arch)[variant]).to_dict()

@@ -108,6 +108,7 @@ def expected(family: str, theirs) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.cases(11)
 @pytest.mark.parametrize("quantization", ["f16", "bf16", "q8_0"])
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_the_file_has_every_tensor_and_all_metadata(make, tmp_path, family, quantization):

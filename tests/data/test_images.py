@@ -51,6 +51,7 @@ def total_alone(model, chats):
     return sum(summed(model, alone(model, messages)) for messages in chats)
 
 
+@pytest.mark.cases(8)
 def test_packed_rows_have_the_loss_of_their_documents_alone(model, make, tmp_path):
     paths = save_pictures(tmp_path)
     chats = [
@@ -126,6 +127,7 @@ def test_packed_rows_have_the_loss_of_transformers(make, tmp_path):
     torch.testing.assert_close(got, want.double(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.cases(8)
 def test_tokens_and_pixels_are_those_of_the_processor(model, make, tmp_path):
     """Without a second image in the row: the very inputs of a call."""
     for index, path in enumerate(save_pictures(tmp_path)):
@@ -293,6 +295,7 @@ def test_resuming_at_every_batch_on_other_ranks_and_in_workers(qwen, make, tmp_p
         texts.load_state_dict(state)
 
 
+@pytest.mark.cases(15)
 @pytest.mark.parametrize("stream", [False, True], ids=["sized", "stream"])
 def test_an_image_is_never_split(model, make, tmp_path, stream):
     path = save_pictures(tmp_path, 1)[0]

@@ -48,6 +48,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
+@pytest.mark.cases(5)
 def test_pairs_are_trls(model, tmp_path):
     model.processor.save_pretrained(tmp_path)
     hf = theirs(tmp_path, model.processor.hf_config["model_type"])
@@ -180,6 +181,7 @@ def test_rows_of_files_are_those_of_pairs(family, tmp_path):
         assert batch[name].equal(whole[name][: len(whole[name]) // 2])
 
 
+@pytest.mark.cases(5)
 def test_a_step_of_dpo(model):
     """The gradient reaches the tower, and a step makes the chosen answers likelier against the rejected ones."""
     model = copy.deepcopy(model)

@@ -191,6 +191,7 @@ def test_the_cpu_decodes_without_pages_and_graphs():
     assert not can_capture(llama())
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("ahead", [1, 2, 5, 30])
 @pytest.mark.parametrize("stops", [0, 1, 2, 3])
 def test_steps_ahead_change_no_token(model, monkeypatch, ahead, stops):
@@ -384,6 +385,7 @@ def captures(device, monkeypatch):
     return found
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_replayed_steps_are_ordinary_steps(arch, device, captures, monkeypatch):
     """For prompts of several lengths on one graph: the tokens of ordinary steps, and of the other cache."""
@@ -589,6 +591,7 @@ def test_prompts_are_padded_little(T):
     assert padded_length(T) % 16 == 0
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(("arch", "variant"), [*((arch, None) for arch in FAMILIES), ("phi3", "longrope-partial")])
 def test_a_step_grows_with_its_rows(arch, variant, device, captures, monkeypatch):
     """Also one whose rows share pages, or whose frequencies switch: the tokens of a step with room for all of them."""

@@ -69,6 +69,7 @@ def test_the_batch_ends_with_the_step_that_ends_its_last_row(ours):
     assert first[0, 9:].tolist() == free[:1]
 
 
+@pytest.mark.cases(4)
 @every_variant
 def test_repetition_penalty(pair, variant):
     theirs, ours = pair(variant)
@@ -100,6 +101,7 @@ RULES = {
 }
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_that_forbid_tokens(pair, rule):
     theirs, ours = pair("gqa")

@@ -104,6 +104,7 @@ def events(monkeypatch):
 # --- tokens and log-probabilities ------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     "case",
     [

@@ -81,6 +81,7 @@ def test_there_are_mixtures():
     assert {"mixtral", "gpt_oss", "qwen3_moe", "qwen3_vl_moe", "qwen3_next", "gemma4_text"} <= {a for a, _ in MIXTURES}
 
 
+@pytest.mark.cases(23)
 @pytest.mark.parametrize("case", MIXTURES, ids="-".join)
 def test_replay_of_the_own_choice_changes_no_bit(case):
     """The loss and all gradients, of packed documents."""
@@ -100,6 +101,7 @@ def trained(router):
     return [parameter for parameter in router.parameters() if parameter.requires_grad]
 
 
+@pytest.mark.cases(23)
 @pytest.mark.parametrize("case", MIXTURES, ids="-".join)
 def test_every_layer_takes_its_own_part(case, monkeypatch):
     """As if the routers chose, one after the other, what is given; and their weights get gradients."""

@@ -167,6 +167,7 @@ SAMPLING = [
 ]
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("options", SAMPLING, ids=lambda options: "-".join(options) or "plain")
 def test_sampled_tokens_are_those_of_transformers(pair, options):
     """Both draw from the global generator in the same way."""

@@ -55,6 +55,7 @@ FAMILIES = (
 )
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_families(arch, monkeypatch):
     """Also such with windows, softcaps, sinks, experts, and keys that layers share."""
@@ -86,7 +87,7 @@ OPTIONS = {
 DRAFTS = ("disturbed", "itself", "stranger", "fewer-tokens", "more-tokens", "heads")
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_the_tokens_are_those_without_a_draft(kind, options, monkeypatch):
@@ -129,6 +130,7 @@ def test_a_draft_that_is_always_right(count, monkeypatch):
     assert torch.equal(generate(model, PROMPTS, max_new_tokens=1, draft_model=draft), got[:, :10])
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("original", [9, 10, 14, 40])
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_frequencies_that_depend_on_the_length(kind, original, monkeypatch):

@@ -15,7 +15,7 @@ one_family_of_each_kind = pytest.mark.parametrize("hf", of_each_kind(FIRST_CASES
 llama = pytest.mark.parametrize("hf", [("llama", "gqa")], indirect=True, ids="-".join)
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(5)
 @one_family_of_each_kind
 def test_a_tensor_of_one_element_is_not_repeated(hf, tmp_path):
     """Nor is one of one row or one column."""

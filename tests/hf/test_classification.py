@@ -39,6 +39,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("arch", "variant"), CASES)
 def test_as_transformers(root, arch, variant):
     """With padding on both sides; the saved files are transformers' bit for bit, of a causal model without its head."""

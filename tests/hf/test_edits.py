@@ -32,7 +32,7 @@ def reload(model, folder, **options):
 # The configuration
 
 
-@pytest.mark.cases(30)
+@pytest.mark.cases(18)
 @every_family
 def test_an_edited_constant_is_computed_with(hf, tmp_path):
     """As by a model that is loaded with it."""
@@ -48,6 +48,7 @@ def test_an_edited_constant_is_computed_with(hf, tmp_path):
     assert torch.equal(reload(ours, tmp_path)(ids).logits, edited)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     ("hf", "name", "value"),
     [
@@ -194,7 +195,7 @@ def test_resizing_a_classifier(root, tmp_path):
 # Head, embedding, loss
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(8)
 @one_family_of_each_kind
 def test_a_new_head_and_a_new_embedding(hf, tmp_path):
     """Layers of PyTorch take the place of ours; scales and caps of the model stay."""
@@ -284,6 +285,7 @@ def test_a_loss_of_ones_own(hf):
 # Freezing
 
 
+@pytest.mark.cases(14)
 @one_family_of_each_kind
 def test_freezing_the_body_leaves_the_head(hf):
     arch, variant, theirs, ours = hf
@@ -310,7 +312,7 @@ def test_freezing_the_body_leaves_the_head(hf):
         _ = ours.model.language_model
 
 
-@pytest.mark.cases(10)
+@pytest.mark.cases(6)
 @one_family_of_each_kind
 def test_a_body_is_saved(hf, tmp_path):
     """`AutoModel` loads it; a model with a head says that there is none, unless it is the embedding."""

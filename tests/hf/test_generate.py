@@ -49,7 +49,7 @@ def word_tokenizer():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="0")
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(5)
 @every_family
 def test_greedy_tokens_of_every_family(hf, reasons):
     arch, variant, theirs, ours = hf
@@ -403,6 +403,7 @@ FALLBACKS = {
 }
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("reason", FALLBACKS)
 @llama
 def test_when_the_loop_of_transformers_runs(hf, reason, reasons, monkeypatch):

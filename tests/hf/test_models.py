@@ -43,7 +43,7 @@ def experts(arch: str, variant: str) -> bool:
     return "num_experts_per_tok" in text_sizes(arch, variant)
 
 
-@pytest.mark.cases(30)
+@pytest.mark.cases(18)
 @every_family
 def test_logits_loss_gradients_and_checkpoint(hf, tmp_path):
     arch, variant, theirs, ours = hf
@@ -89,7 +89,7 @@ def test_logits_loss_gradients_and_checkpoint(hf, tmp_path):
     assert ours.load_state_dict(ours.state_dict()) == ([], [])
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(8)
 @one_family_of_each_kind
 def test_generation(hf):
     arch, variant, theirs, ours = hf
@@ -509,6 +509,7 @@ def test_a_new_model_draws_its_weights():
     assert half.dtype == half.config.dtype == torch.bfloat16
 
 
+@pytest.mark.cases(10)
 @pytest.mark.parametrize("case", [case for case in FIRST_CASES if case in VISION_CASES], ids="-".join)
 def test_auto_image_text_to_text(case, root):
     folder = make_folder(*case, root)

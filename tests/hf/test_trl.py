@@ -114,6 +114,7 @@ def assert_saves_a_checkpoint(run: Any) -> None:
     assert error(loaded(ids).logits, run.model.eval()(ids).logits) <= LIMIT
 
 
+@pytest.mark.cases(14)
 @pytest.mark.parametrize("hf", of_each_kind(FIRST_CASES), indirect=True, ids="-".join)
 def test_the_head_that_trl_gives_a_model(hf):
     """It calls the body, and computes the loss from the head's weight and the configuration."""
@@ -166,6 +167,7 @@ def said(monkeypatch) -> list[str]:
 HEADS = [("cohere2", "released"), ("gemma2", "gqa"), ("granite", "tied"), ("mixtral", "aux"), ("phimoe", "window")]
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shifted"])
 @pytest.mark.parametrize("hf", HEADS, indirect=True, ids="-".join)
 def test_the_head_of_sft(hf, rows, monkeypatch, shifted):
@@ -206,6 +208,7 @@ HEADS_OF = {
 }
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("settings", HEADS_OF.values(), ids=HEADS_OF)
 @pytest.mark.parametrize("hf", [*HEADS[:3], HEADS[-1]], indirect=True, ids="-".join)
 def test_the_heads_of_other_trainers(hf, rows, said, monkeypatch, settings):
@@ -274,6 +277,7 @@ def test_the_head_of_sft_before_trl_1_15(hf, rows, said):
     assert len(said) == 1
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     "options",
     [

@@ -25,6 +25,7 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(module, name, size)
 
 
+@pytest.mark.cases(22)
 @pytest.mark.parametrize("padding_idx", [None, 1])
 @pytest.mark.parametrize("kind", IDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -448,6 +448,7 @@ def test_heads_that_no_kernel_for_segments_takes(device, window, bounds):
     assert_close_to_formula(q, k, v, dy, s, window, None)
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("D", [12, 72, 80])
@@ -469,6 +470,7 @@ def test_segments_against_the_formula(device, dtype, D, sizes):
         assert (ours.double() - exact).norm() <= limit * exact.norm()
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recurring", [False, True])

@@ -602,6 +602,7 @@ def test_the_page_s_loop_over_cuda_graphs():
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.cases(22)
 @pytest.mark.parametrize(("arch", "variant"), FIRST_CASES)
 def test_dropout_of_attention_is_set_in_all_blocks(arch, variant):
     model = AutoLigerModel.from_config({**tiny(arch)[variant], "model_type": arch}, device="meta")

@@ -143,6 +143,7 @@ def step_twice(layer, x, length):
     return torch.cat(results, 1), cache._layers[0][0]
 
 
+@pytest.mark.cases(9)
 @torch.no_grad()
 @pytest.mark.parametrize(("dtype", "rows"), [(torch.float32, 1), (torch.float16, 1), (torch.float16, 3)])
 @pytest.mark.parametrize("interleaved", [True, False])

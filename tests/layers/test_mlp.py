@@ -169,6 +169,7 @@ NORMS = {
 by_norm = pytest.mark.parametrize("make_norm", NORMS.values(), ids=NORMS)
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("make_norm", [*NORMS.values(), lambda: LigerLayerNorm(8, offset=1.0)], ids=[*NORMS, "offset"])
 @pytest.mark.parametrize("plain", [False, True], ids=["gated", "plain"])

@@ -54,6 +54,7 @@ def error(ours, theirs):
     return ((ours.detach().cpu() - theirs.detach()).norm() / theirs.norm()).item()
 
 
+@pytest.mark.cases(11)
 @RECOMPUTE
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "torch"])
 @every_case
@@ -235,6 +236,7 @@ def test_a_routing_weight_may_multiply_the_input(backend, kernel):
         torch.testing.assert_close(got[name], parameter.grad, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("tokens", [1, 5, 400])
 @pytest.mark.parametrize("gated", [False, True])
 def test_without_gradients_the_sum_of_the_experts_takes_the_shared_one(gated, tokens, kernel_device, monkeypatch):

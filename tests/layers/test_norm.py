@@ -153,6 +153,7 @@ def bytes_kept(device, make_norm, plain_mlp, policy):
     return sum(nbytes for address, (nbytes, _) in saved.items() if address not in parameters)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
 @pytest.mark.parametrize("plain_mlp", [False, True], ids=["gated", "plain"])
 def test_a_block_with_layer_norm_keeps_what_one_with_rms_norm_keeps(plain_mlp, policy, kernel_device):

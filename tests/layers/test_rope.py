@@ -92,6 +92,7 @@ ORACLES = {
 """Text models with one rotary embedding, and what transformers computes for it."""
 
 
+@pytest.mark.cases(14)
 @pytest.mark.parametrize(("path", "name", "oracle"), ORACLES.values(), ids=ORACLES)
 def test_frequencies_of_released_checkpoints(path, name, oracle):
     model_class = get_arch(path.parent.name)

@@ -126,6 +126,7 @@ def test_positions_that_restart_are_allowed_where_something_else_separates():
     build(1, 3, position_ids=restarts.expand(3, 1, 3))  # time, height and width of image tokens
 
 
+@pytest.mark.cases(21)
 @pytest.mark.parametrize("past", [0, 5, 128])
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 300])
 @pytest.mark.parametrize("kind", ["causal", "packed", "padded"])

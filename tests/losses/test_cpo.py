@@ -9,6 +9,7 @@ from .plain import assert_matches, inputs, targets
 from .plain_pairs import ROWS, bound, plain_dpo_losses, plain_paired
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo"])
 @pytest.mark.parametrize("average", [False, True])
 def test_cpo(backend, kind, average):

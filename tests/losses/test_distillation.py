@@ -92,6 +92,7 @@ def test_fused(name, make, temperature, weights):
     assert_matches(bound(loss, target), plain, inputs(ROWS), tolerance=2e-6)
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize(("name", "make"), FUSED.items(), ids=FUSED)
 def test_heads_of_the_two_models(backend, name, make):
     target = targets(ROWS)

@@ -31,6 +31,7 @@ def test_dpo_loss_types(kind, average):
         assert_matches(ours, plain, inputs(ROWS), tolerance=4e-6 if kind == "exo_pair" else 1e-6)
 
 
+@pytest.mark.cases(15)
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("reference", ["none", "model", "tokens", "sequences"])

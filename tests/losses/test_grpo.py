@@ -141,6 +141,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.cases(19)
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize("with_old", [False, True])
 @pytest.mark.parametrize(("ours", "plain"), CASES.values(), ids=CASES)
@@ -214,6 +215,7 @@ def test_several_ranks_divide_by_the_tokens_of_all(items, monkeypatch):
     assert_matches_in_fp64(ours, plain_grpo(old=OLD, items=tokens / 2), inputs(B))
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("kind", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"])
 def test_nothing_is_masked_in_from_padding(backend, kind):
     """Values at masked tokens have no effect, not even NaN or ids out of range."""
@@ -249,6 +251,7 @@ def on_logits(loss, logits_options, extra, **options):
     return function
 
 
+@pytest.mark.cases(19)
 @pytest.mark.parametrize("extra", [0, 1])
 @pytest.mark.parametrize("with_old", [False, True])
 @pytest.mark.parametrize(("ours", "plain"), CASES.values(), ids=CASES)
@@ -261,6 +264,7 @@ def test_of_logits(ours, plain, with_old, extra):
     assert_matches(function, plain, inputs(B), tolerance=4e-6)
 
 
+@pytest.mark.cases(19)
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 @pytest.mark.parametrize("with_old", [False, True])
 @pytest.mark.parametrize(("ours", "plain"), CASES.values(), ids=CASES)

@@ -10,6 +10,7 @@ from .plain import assert_matches, inputs, plain_log_probs, plain_logits, target
 from .plain_pairs import ROWS, sequences, sigma
 
 
+@pytest.mark.cases(15)
 @pytest.mark.parametrize("kl", ["none", "number", "scalar", "each"])
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("with_reference", [False, True])

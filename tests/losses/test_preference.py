@@ -94,6 +94,7 @@ def losses_of_a_unit():
         yield kind, LigerFusedLinearDPOLoss(use_ref_model=False, loss_type=kind, **smooth), 2
 
 
+@pytest.mark.cases(15)
 @pytest.mark.parametrize(("name", "loss", "rows"), [pytest.param(*each, id=each[0]) for each in losses_of_a_unit()])
 def test_a_single_pair_computes_its_logits_once(backend, name, loss, rows, monkeypatch):
     """All its logits are more than what is kept."""

@@ -345,6 +345,7 @@ GRPO_CASES = {
 }
 
 
+@pytest.mark.cases(15)
 @pytest.mark.parametrize("case", GRPO_CASES.values(), ids=GRPO_CASES)
 @pytest.mark.parametrize("on_policy", [False, True])
 def test_grpo(models, case, on_policy):

@@ -49,6 +49,7 @@ def mixed(layers=4):
     return model
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("flops", [620e12, 1e12])
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"in_backward": False, "host_moments": False}], ids=str)
 def test_no_other_plan_is_faster(options, flops, offloads, monkeypatch):

@@ -48,7 +48,7 @@ from .folders import TEMPLATES as OWN
 from .folders import tokenizer_of
 
 
-@pytest.mark.cases(20)
+@pytest.mark.cases(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_every_conversation_is_equal_or_refused_with_a_reason(name: str) -> None:
@@ -108,6 +108,7 @@ def parts_of(name: str, case: str, **options: Any) -> list[list[str]]:
     return [[example.text[start:end] for start, end in example.spans] for example in examples]
 
 
+@pytest.mark.cases(14)
 @pytest.mark.parametrize("name", LEARNED)
 def test_what_is_learned_of_two_turns(name: str) -> None:
     if name not in TEMPLATES:
@@ -215,7 +216,7 @@ def supervised(name: str) -> tuple[Tokenizer, dict[str, Case], dict[str, list[Do
     return tokenizer, cases, learned
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("trained", TAKE_TEXTS, indirect=True)
 def test_packed_rows_have_the_labels_of_the_documents(trained: Any, tmp_path: Any) -> None:
@@ -239,7 +240,7 @@ def test_packed_rows_have_the_labels_of_the_documents(trained: Any, tmp_path: An
     assert data.describe().endswith(mark_learned(tokenizer, learned[titles[0]][0]))
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(8)
 @pytest.mark.slow
 def test_the_preview_marks_what_is_learned(trained: Any) -> None:
     tokenizer, _, learned = trained
@@ -250,7 +251,7 @@ def test_the_preview_marks_what_is_learned(trained: Any) -> None:
             assert parts == learned_in(tokenizer, document)
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(8)
 @pytest.mark.slow
 def test_prompts_are_those_of_transformers(trained: Any) -> None:
     tokenizer, cases, _ = trained
@@ -273,7 +274,7 @@ def test_prompts_are_those_of_transformers(trained: Any) -> None:
     assert count > 10
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(8)
 @pytest.mark.slow
 def test_preferences_have_the_labels_of_the_last_answer(trained: Any) -> None:
     tokenizer, cases, learned = trained
@@ -297,7 +298,7 @@ def test_preferences_have_the_labels_of_the_last_answer(trained: Any) -> None:
     assert count > 10 or all(case.has_parts for case in cases.values())
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name.endswith("_training")])
 def test_marked_answers_are_those_of_transformers(name: str) -> None:
     tokenizer = tokenizer_of(TEMPLATES[name])
@@ -311,6 +312,7 @@ def test_marked_answers_are_those_of_transformers(name: str) -> None:
         assert (example.text, example.spans) == (texts[0], [*map(tuple, spans[0])])
 
 
+@pytest.mark.cases(14)
 @pytest.mark.parametrize("name", LEARNED)
 def test_answers_of_preferences_are_those_of_chats(name: str) -> None:
     if name not in TEMPLATES:

@@ -69,6 +69,7 @@ def documents_of(kind, B, S):
     }[kind]
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("shape", SHAPES + NARROW_SHAPES, ids=str)
 def test_matches_fp64(backend, shape, small_tiles, poisoned_empty):
     for dtype in dtypes(backend):
@@ -144,6 +145,7 @@ def test_large_scores(backend, small_tiles):
     torch.testing.assert_close(out, causal_attention_reference(100 * q, 100 * k, v, scale=24**-0.5))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("sizes", [
     (-60, -90, 62, -62, 66, 1, -200, 90), (-62, -66, -300, -90, -66, -70), (0, -170, 62, -170, 62, -66),
     (150, 62, -62, 30),

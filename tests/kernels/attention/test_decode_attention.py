@@ -52,12 +52,14 @@ def check(shape, dtype, device, *, sinks=False, lengths=LENGTHS, page=16, latent
     assert error <= 1.5 * theirs + max(0.1 * torch.finfo(dtype).eps, rounding)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("shape", SHAPES + NARROW_SHAPES, ids=str)
 def test_matches_fp64(backend, shape, poisoned_empty):
     for dtype in dtypes(backend):
         check(shape, dtype, backend)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("options", [{}, {"window": 20, "softcap": 0.5, "sinks": True}], ids=str)
 @pytest.mark.parametrize("shape", LATENT_SHAPES, ids=str)
 def test_values_that_are_the_first_columns_of_the_keys(backend, shape, options, poisoned_empty):
@@ -88,6 +90,7 @@ def test_the_reference_is_attention():
     assert torch.equal(again[lengths > 0], got[lengths > 0])
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("window", [1, 5, 16, 30, 1000])
 def test_windows(backend, window, poisoned_empty):
     check(SHAPES[0], torch.float32, backend, window=window)
@@ -97,6 +100,7 @@ def test_windows(backend, window, poisoned_empty):
     assert torch.allclose(got[3], whole[3]) == (window == 1000)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("chunk", [1, 5, 16, 45, 64, 1000])
 def test_chunks(backend, chunk, poisoned_empty):
     """A token sees the last chunk of its row, which is a window of as many tokens."""
@@ -118,6 +122,7 @@ def test_a_chunk_and_a_window_exclude_each_other(options):
         decode_attention(q, keys, values, table, lengths, scale=0.3, **options)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("options", [{"softcap": 0.5}, {"softcap": 30.0}, {"sinks": True}], ids=str)
 @pytest.mark.parametrize("window", [None, 20])
 def test_softcaps_and_sinks(backend, options, window, poisoned_empty):

@@ -36,6 +36,7 @@ def wide_arguments(arguments):
     return wide(pages), slots.cpu(), wide(c), wide(rope), norm._replace(weight=weight), *others
 
 
+@pytest.mark.cases(15)
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half-split", "interleaved"])
 @pytest.mark.parametrize(("offset", "fp32"), [(0.0, False), (1.0, True)])
 @pytest.mark.parametrize("size", SIZES, ids=str)

@@ -133,6 +133,7 @@ def test_norm_rounds_its_rows(kernel_device, recipe, C, poisoned_empty):
             assert options.by_row or amax == again.abs().max()
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("known", [False, True])
 def test_gradient_and_product_in_one_pass(kernel_device, recipe, known, poisoned_empty):

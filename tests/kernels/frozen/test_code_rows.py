@@ -19,6 +19,7 @@ def emulated(monkeypatch):
     monkeypatch.setattr(code_rows, "has_ptx", lambda x: True)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
     ("kind", "shape", "rows"),

@@ -30,6 +30,7 @@ def dtypes(device, rows):
     return [*([torch.float32] if rows == 1 else []), torch.float16, *([torch.bfloat16] if device == "cuda" else [])]
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("act", ["", "silu"])
 @pytest.mark.parametrize(
     ("width", "shape"),

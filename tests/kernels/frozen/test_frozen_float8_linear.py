@@ -114,6 +114,7 @@ def test_float8_products_match_fp64(kernel_device, casts, shape, out, with_bias,
         torch.testing.assert_close(bias.grad, dy.flatten(0, -2).sum(0))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("act", ["", "silu"])
 @pytest.mark.parametrize("shape", [(5, 7), (48, 96), (20, 1100)], ids=str)
 def test_few_rows_match_fp64(kernel_device, shape, act, poisoned_empty):

@@ -111,6 +111,7 @@ def test_all_scales_of_a_byte(kernel_device):
     assert torch.equal(weight.dense()[:, 1:2], finite.view(torch.float8_e4m3fn).float())
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("act", ["", "silu"])
 @pytest.mark.parametrize("shape", [(6, 64), (20, 832)], ids=str)
 @KINDS

@@ -44,6 +44,7 @@ def test_the_reference_is_transformers():
         torch.testing.assert_close(act_linear_reference(x, weight, bias, act), want)
 
 
+@pytest.mark.cases(15)
 @every_act
 @pytest.mark.parametrize(("shape", "out"), [((1, 2), 3), ((3, 37), 21), ((2, 3, 64), 24), ((5, 1000), 8)], ids=str)
 def test_matches_fp64(backend, shape, out, act, poisoned_empty):

@@ -100,7 +100,7 @@ def without(inputs, *missing):
     return [inputs[ORDER.index(name)] for name in names], names
 
 
-@pytest.mark.cases(32)
+@pytest.mark.cases(20)
 @MODES
 @pytest.mark.parametrize("flavor", FLAVORS)
 @pytest.mark.parametrize(("shape", "width", "out"), SHAPES, ids=str)
@@ -124,6 +124,7 @@ def test_real_sizes(flavor, recompute, poisoned_empty):
         check(inputs, upstream, recompute=recompute, **flavor)
 
 
+@pytest.mark.cases(6)
 @MODES
 @pytest.mark.parametrize(("stream", "weights"), [("float32", "float16"), ("float16", "float32")])
 def test_weights_of_another_dtype(backend, stream, weights, recompute, chunk, poisoned_empty):
@@ -241,7 +242,7 @@ def low_ranks(shape, width, out, dtype, device):
     return [torch.randn(*size, generator=generator).mul(0.25).to(device, dtype) for size in sizes]
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(5)
 @MODES
 @NORMS
 @pytest.mark.parametrize("shape", [(11, 72), (2, 3, 64), (1, 130)], ids=str)
@@ -308,6 +309,7 @@ FROZEN = [
 ]
 
 
+@pytest.mark.cases(16)
 @RECOMPUTE
 @pytest.mark.parametrize(
     ("norm", "trained", "matmuls", "rows", "products"),

@@ -94,6 +94,7 @@ def norm_of(op, named, eps=1e-6, weight_offset=0.0, scale_in_fp32=False):
     return FusedNorm(named["norm_weight"], named.get("norm_bias"), kind, eps, weight_offset, scale_in_fp32)
 
 
+@pytest.mark.cases(18)
 @pytest.mark.parametrize(("op", "flavor"), FLAVORS)
 @pytest.mark.parametrize(("shape", "out"), SHAPES, ids=str)
 def test_matches_fp64(backend, shape, out, op, flavor, poisoned_empty):
@@ -311,6 +312,7 @@ def with_pair(function, names, **constants):
     return lambda *tensors: with_names(function, names, low_rank=tensors[-2:], **constants)(*tensors[:-2])
 
 
+@pytest.mark.cases(9)
 @OPS
 @pytest.mark.parametrize("shape", [(3, 37), (2, 3, 64), (1, 1, 64)], ids=str)
 def test_low_rank_term_matches_fp64(backend, op, shape, poisoned_empty):

@@ -118,6 +118,7 @@ def check(inputs, upstream, options, limit=None, truth=recurrence):
     return errors
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("shape", "bounds"), SHAPES, ids=str)
 def test_reference_is_the_recurrence(shape, bounds):
     for changed in ({}, {"normalize": False, "scale": 0.7}):
@@ -127,6 +128,7 @@ def test_reference_is_the_recurrence(shape, bounds):
         check([x.double() for x in inputs], [x.double() for x in upstream], options | changed)
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize(("shape", "bounds"), SHAPES, ids=str)
 def test_matches_fp64(backend, shape, bounds, poisoned_empty, monkeypatch):
     monkeypatch.setattr(module, "SCAN_COLUMNS", 16)  # several programs for a head, and several parts of v
@@ -154,6 +156,7 @@ def test_no_decay_and_complete_decay(backend, decay):
     check(*make((1, 80, 1, 1, 16, 16), None, device=backend, decay=decay), limit=1e-3 if decay else None)
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("decay", [1e2, 1e4, 1e6, float("inf")])
 @pytest.mark.parametrize("bounds", [None, [0, 20, 66]])
 def test_a_large_decay_leaves_small_ones_exact(backend, decay, bounds):

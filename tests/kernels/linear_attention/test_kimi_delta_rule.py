@@ -118,6 +118,7 @@ def test_reference_is_the_recurrence(shape, bounds):
         check([x.double() for x in inputs], [x.double() for x in upstream], options | changed)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(("shape", "bounds"), SHAPES, ids=str)
 def test_matches_fp64(backend, shape, bounds, poisoned_empty):
     for dtype in dtypes(backend):
@@ -138,6 +139,7 @@ def test_no_decay_and_complete_decay(backend, decay):
     check(*make((1, 80, 1, 16, 16), None, device=backend, decay=decay), limit=1e-3 if decay else None)
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("decay", [1e2, 1e4, 1e6, float("inf")])
 @pytest.mark.parametrize("bounds", [None, [0, 20, 66]])
 def test_a_large_decay_leaves_small_ones_exact(backend, decay, bounds):

@@ -44,6 +44,7 @@ def on(function, bounds, bias=True, state=True, activation="silu"):
     return call
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("activation", ["silu", None])
 @pytest.mark.parametrize(("shape", "bounds"), SHAPES, ids=str)
 def test_matches_fp64(backend, shape, bounds, activation, poisoned_empty, monkeypatch):

@@ -113,6 +113,7 @@ def test_reference_is_the_recurrence(shape, bounds):
     check([x.double() for x in inputs], [x.double() for x in upstream], options)
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize(("shape", "bounds"), SHAPES, ids=str)
 def test_matches_fp64(backend, shape, bounds, poisoned_empty):
     for dtype in dtypes(backend):
@@ -133,6 +134,7 @@ def test_no_decay(backend):
     check(*make((1, 140, 1, 16, 1, 16), None, device=backend, decay=0.0))
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("decay", [1e2, 1e4, 1e6, float("inf")])
 @pytest.mark.parametrize("bounds", [None, [0, 20, 140]])
 def test_a_large_decay_leaves_small_ones_exact(backend, decay, bounds):
@@ -196,6 +198,7 @@ def test_a_packed_document_has_the_bits_of_the_document_alone(kernel_device):
         assert all(torch.equal(a, b[:, start:end]) for a, b in zip(mine, gradients, strict=True))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("parts", "bounds"), [(4, None), (2, [0, 70]), (2, [0, 30, 70]), (2, [0, 50, 70])])
 def test_parts_of_a_sequence_make_the_whole(backend, parts, bounds):
     """As ranks compute it: each from its own tokens, and from what the others exchange."""
@@ -286,6 +289,7 @@ def test_no_tokens_and_empty_documents(backend, poisoned_empty):
         assert torch.equal(grads[6][empty], upstream[1][empty])
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("shape", "bounds"), [SHAPES[2], SHAPES[4], SHAPES[5]], ids=str)
 def test_one_tensor_of_all_inputs(backend, shape, bounds, poisoned_empty):
     """The results and gradients of `ssd_scan_packed` have the bits of `ssd_scan`."""

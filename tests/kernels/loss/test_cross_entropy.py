@@ -58,6 +58,7 @@ def upstream_of(options, device):
     return [torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(device)]
 
 
+@pytest.mark.cases(13)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_cross_entropy_matches_fp64(backend, options, poisoned_empty):
     target = targets(backend)
@@ -82,6 +83,7 @@ def linear_inputs(device, dtype, rows=N):
     return [draw(rows, C), draw(V, C)], draw(V)
 
 
+@pytest.mark.cases(26)
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_linear_cross_entropy_matches_fp64(backend, options, with_bias, poisoned_empty, four_rows_a_chunk):

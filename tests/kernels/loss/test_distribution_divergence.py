@@ -29,6 +29,7 @@ def three_blocks_a_row(monkeypatch):
     monkeypatch.setattr("liger_models.kernels.loss.distribution_divergence.TERMS_BLOCK", 16)
 
 
+@pytest.mark.cases(34)
 @pytest.mark.parametrize("labeled", [False, True], ids=["", "labels"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("kind", [*DISTRIBUTION_KINDS, "jsd 0.1"])

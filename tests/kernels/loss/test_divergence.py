@@ -57,6 +57,7 @@ def of(function, target, **options):
     return loss
 
 
+@pytest.mark.cases(19)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", [*KINDS, "jsd 0.1", "jsd 0", "jsd 1"])
 def test_matches_fp64(backend, kind, options, poisoned_empty, four_rows_a_chunk):

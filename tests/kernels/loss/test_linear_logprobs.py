@@ -44,6 +44,7 @@ def targets(ignore_index=-100, rows=N):
     return target
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_matches_fp64(backend, options, with_entropy, poisoned_empty, four_rows_a_chunk):
@@ -205,6 +206,7 @@ UPSTREAM = {
 }
 
 
+@pytest.mark.cases(15)
 @pytest.mark.parametrize(("c", "h"), UPSTREAM.values(), ids=UPSTREAM)
 @pytest.mark.parametrize("options", OF_SUM.values(), ids=OF_SUM)
 def test_those_of_a_sum_match_fp64(backend, options, c, h, poisoned_empty, four_rows_a_chunk):
@@ -320,6 +322,7 @@ def loss_of(target, together, ignore_index=-100):
     return of_log_probs
 
 
+@pytest.mark.cases(23)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(("B", "T", "together", "uniform"), SEQUENCES.values(), ids=SEQUENCES)
 def test_a_loss_of_them_matches_fp64(backend, B, T, together, uniform, options, poisoned_empty, four_rows_a_chunk):

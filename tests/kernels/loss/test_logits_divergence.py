@@ -15,6 +15,7 @@ def logits(dtype=torch.float32, device="cpu", rows=N):
     return [draw(rows, V, seed=seed).mul(2).to(device, dtype) for seed in (0, 5)]
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("kind", [*KINDS, "jsd 0.1", "jsd 0", "jsd 1"])
 def test_matches_fp64(backend, kind, poisoned_empty, monkeypatch):
     """Both losses of each token, with an upstream gradient of its own for each."""

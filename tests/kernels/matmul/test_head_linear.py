@@ -41,7 +41,7 @@ def check(size, device, rows, interleaved):
                 assert error <= 1.5 * plain_error + limit * exact[..., part].norm()
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half-split", "interleaved"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_matches_fp64(backend, size, interleaved, poisoned_empty):

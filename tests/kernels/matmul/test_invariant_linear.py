@@ -32,6 +32,7 @@ def test_real_sizes(size):
         check_rows(*size, dtype, "cuda", [1, 2, 17, 64, 65, 128, size[0] - 3])
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_a_row_has_the_same_bits_in_every_batch(backend, size):
     for dtype in [*dtypes(backend), torch.bfloat16]:

@@ -46,6 +46,7 @@ def check(N, K, dtype, device, monkeypatch):
             assert error(got, exact) <= 1.5 * plain + torch.finfo(dtype).eps
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_matches_fp64(backend, size, monkeypatch):
     for dtype in dtypes(backend):

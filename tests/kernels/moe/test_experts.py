@@ -41,6 +41,7 @@ GPU_SHAPES = [(300, 2, 5, 200, 130), (517, 8, 40, 264, 136), (1000, 1, 3, 128, 7
 ORDER = ("x", "weights", "gate_up_weight", "down_weight")
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_fp64(backend, shape, many_blocks, poisoned_empty):
     # With one token the weights' gradient is a single number, whose rounding in half precision is luck.
@@ -70,7 +71,7 @@ def test_activations(backend, act, recompute, poisoned_empty):
         check(*make((8, 2, 3, 24, 16), dtype, backend), act=act, recompute=recompute)
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(8)
 @RECOMPUTE
 @pytest.mark.parametrize("act", [*ACTIVATIONS, "clamped_swiglu"])
 @pytest.mark.parametrize("kind", ["any", "some"])
@@ -81,6 +82,7 @@ def test_biases(backend, act, kind, recompute, many_blocks, poisoned_empty):
         check(with_biases(inputs), experts, dy, act=act, limit=0.75, recompute=recompute)
 
 
+@pytest.mark.cases(4)
 @RECOMPUTE
 @pytest.mark.parametrize("biased", [False, True])
 def test_without_gates(backend, biased, recompute, many_blocks, poisoned_empty):
@@ -302,6 +304,7 @@ def test_frozen_inputs_cost_nothing(kernel_device, monkeypatch, trained, product
             torch.testing.assert_close(tensor.grad, want[name])
 
 
+@pytest.mark.cases(4)
 @RECOMPUTE
 @pytest.mark.parametrize(("kind", "biased"), [("any", False), ("some", True)])
 def test_low_ranks(backend, kind, biased, recompute, many_blocks, poisoned_empty):

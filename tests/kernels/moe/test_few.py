@@ -103,6 +103,7 @@ def test_opcheck(kernel_device, tokens):
     opcheck_named(INFERENCE, inputs._replace(addend=x + 1))
 
 
+@pytest.mark.cases(18)
 @STORED
 @pytest.mark.parametrize("size", [(7, 33, 64), (3, 130, 192), (1, 16, 128), (2, 8, 72)], ids=str)
 def test_few_sorted_rows(backend, size, kind, poisoned_empty):

@@ -94,7 +94,7 @@ def test_blocks_are_those_of_a_linear_layer(backend, size, number):
         assert found.nbytes == math.prod(size[:2]) * (size[2] + -(-size[2] // BLOCK) * number.itemsize)
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(4)
 @RECOMPUTE
 @STORED
 @pytest.mark.parametrize("few", [True, False])
@@ -127,6 +127,7 @@ def test_the_op_is_that_of_the_dense_matrices(backend, few, kind, recompute, mon
             assert (a - b).norm() <= 5e-6 * b.norm()
 
 
+@pytest.mark.cases(5)
 @STORED
 @RECOMPUTE
 def test_only_what_is_stored_is_saved(kernel_device, recompute, kind):

@@ -31,6 +31,7 @@ def distinct_logits(N, X, dtype, device):
     return torch.stack([torch.randperm(X, generator=generator) - X // 2 for _ in range(N)]).div(20).to(device, dtype)
 
 
+@pytest.mark.cases(30)
 @every_form
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -39,6 +40,7 @@ def test_route_matches_fp64(backend, shape, biased, form, many_blocks, poisoned_
     assert_matches_fp64(backend, N, X, Routing(K, **form), biased)
 
 
+@pytest.mark.cases(12)
 @every_grouped
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 def test_groups_match_fp64(backend, shape, biased, form, many_blocks, poisoned_empty):
@@ -86,6 +88,7 @@ def test_a_bias_takes_part_in_the_choice_alone(backend):
         torch.testing.assert_close(weights, scores[:, [0, 2]])
 
 
+@pytest.mark.cases(23)
 @every_form
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_given_experts_are_taken(backend, shape, form, many_blocks, poisoned_empty):
@@ -178,6 +181,7 @@ def mixer_logits(N, X, dtype, device):
     return ((steps - X / 2) / 128 + torch.tensor([1.0, -1.0, 0.0, 3.0]).repeat(N)[:N, None]).to(device, dtype)
 
 
+@pytest.mark.cases(20)
 @pytest.mark.parametrize("options", [{}, {"tolerance": 0.5, "scale": 2.5}, {"round_weights": True}], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_sparsemixer_matches_fp64(backend, shape, options, many_blocks, poisoned_empty):

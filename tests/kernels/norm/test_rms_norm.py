@@ -38,6 +38,7 @@ def test_rms_norm_matches_fp64(backend, shape, flavor, poisoned_empty, monkeypat
         )  # fmt: skip
 
 
+@pytest.mark.cases(17)
 @pytest.mark.parametrize("flavor", FLAVORS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_add_rms_norm_matches_fp64(backend, shape, flavor, poisoned_empty, monkeypatch):

@@ -28,6 +28,7 @@ def check(function, reference, x, *factors):
     assert error <= 1.5 * theirs + max(0.1 * torch.finfo(x.dtype).eps, 2.4e-7)
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_fp64(backend, shape, poisoned_empty):
     for dtype in dtypes(backend):

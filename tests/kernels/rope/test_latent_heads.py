@@ -45,6 +45,7 @@ def check(shape, dtype, device, interleaved=False, rotated=True):
     assert_close_to_truth(ours, reference, *make(shape, dtype, device))
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half-split", "interleaved"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_fp64(backend, shape, interleaved, monkeypatch, poisoned_empty):

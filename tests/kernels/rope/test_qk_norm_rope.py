@@ -55,6 +55,7 @@ def make(shape, flavor, dtype=torch.float32, device="cpu", table_batch=1):
     return *functions, inputs, upstream_of(B, T, H, G, D, dtype, device)
 
 
+@pytest.mark.cases(22)
 @pytest.mark.parametrize("flavor", FLAVORS)
 @pytest.mark.parametrize("shape", [*SHAPES, MANY_HEADS], ids=str)
 def test_matches_fp64(backend, shape, flavor, poisoned_empty):
