@@ -58,6 +58,20 @@ def test_odd_sizes_an_expert_twice_and_strides(kernel_device, kind, monkeypatch,
         torch.testing.assert_close(got, moe_mlp_reference(x[:N], weights[:N], experts[:N], *matrices))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_expert_has_most_copies(kernel_device, kind, monkeypatch, poisoned_empty):
+    """More than a tile of them, among fewer copies than experts and among more."""
+    no_sort(monkeypatch)
+    for tokens, X in ((18, 40), (18, 5)):
+        (x, weights, *matrices), _, _ = make((tokens, 2, X, 64, 64), torch.float32, kernel_device)
+        experts = torch.stack([torch.full((tokens,), 3), torch.arange(tokens) % 3 + X % 3], 1).to(kernel_device)
+        matrices = [quantize(each, kind) for each in matrices]
+        with torch.no_grad():
+            got = moe_mlp(x, weights, experts, *matrices)
+            want = moe_mlp_reference(*map(wide, (x, weights)), experts.cpu(), *map(wide, map(dense, matrices)))
+        assert (wide(got) - want).norm() <= 2e-6 * want.norm()
+
+
 def test_what_is_sorted_nevertheless(kernel_device, monkeypatch):
     """Copies with adapters, of a step with gradients, or within `batch_invariant`."""
     monkeypatch.setattr(experts_module, "few_experts", lambda *_: pytest.fail("the tokens were not sorted"))
