@@ -54,9 +54,10 @@ number of warps and the number of pipeline stages for all formats. The columns o
 for more than FEW_COPIES[0] copies. Most programs then have nothing to compute. If programs need less shared memory,
 more of them run at the same time, which makes the kernel 3 % faster on an H200."""
 
-ROW_TILES = {"gate_up": (8, 256, 2, 3), "down": (8, 128, 1, 4), "frozen": (4, 256, 1, 3)}
+ROW_TILES = {"gate_up": (8, 256, 2, 3), "biased": (16, 256, 4, 1), "down": (8, 128, 1, 4), "frozen": (4, 256, 1, 3)}
 """For a single row: number of results per tile, number of columns per step, number of warps, and number of steps in
-flight."""
+flight. "biased" is for dense gate and up matrices with biases. Their kernel alone is 8 % faster with the tiles of
+"gate_up", but a decoding step of gpt-oss-20b was slower."""
 
 
 @triton.jit
@@ -354,7 +355,7 @@ def _launch(
     block_rows, warps, most_stages = FEW_ROWS, FEW_WARPS, FEW_STAGES
     block_out, block_in = (FEW_BLOCKS if results <= FEW_COPIES[0] else MANY_BLOCKS)[storage]
     if one_row:
-        kind = "frozen" if frozen else "gate_up" if act else "down"
+        kind = "frozen" if frozen else "down" if not act else "gate_up" if bias is None else "biased"
         block_rows, (block_out, block_in, warps, most_stages) = 1, ROW_TILES[kind]
     blocks = (weight.layout[0] or max(next_power_of_2(width), 16)) if storage == "blocks" else 0
     block_in = min(block_in, blocks or block_in)
