@@ -1,16 +1,20 @@
 """Loading and saving of Hugging Face checkpoints through transformers' interface."""
 
 import copy
+import inspect
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import HfApi
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig
-from transformers.utils import logging
+from transformers.utils import PushToHubMixin, logging
+from transformers.utils.hub import create_and_tag_model_card
 
 from liger_models.arch.auto import get_arch
 from liger_models.base.causal_lm import CausalLM
@@ -29,6 +33,8 @@ from liger_models.layers.linear import is_sharded
 PREFIX = "model.decoder."
 """Prefix of the names of the decoder's parameters."""
 GENERATION_CONFIG = "generation_config.json"
+UPLOAD = frozenset(inspect.signature(PushToHubMixin.push_to_hub).parameters) - {"self", "max_shard_size"}
+"""Names of the arguments of ``push_to_hub`` that concern the upload."""
 logger = logging.get_logger(__name__)
 
 _IGNORED = [
@@ -271,7 +277,7 @@ class Checkpoint(Loading):
             state_dict: unsharded tensors to save instead of the parameters, by the names that ``state_dict()`` uses. If
                 the dict is empty, no tensors are written. Trainer passes an empty dict if DeepSpeed writes the tensors
                 in shards.
-            push_to_hub: whether to upload the folder afterwards; ``options`` are then arguments of the method
+            push_to_hub: whether rank 0 uploads the written files; ``options`` are then arguments of the method
                 ``push_to_hub``. The model must not be sharded.
             max_shard_size: maximum size of a file, in bytes or as "5GB".
             auto_map: see `liger_models.convert.save.save_pretrained`.
@@ -292,8 +298,7 @@ class Checkpoint(Loading):
         if push_to_hub:
             check_upload(hf_model)
         # Some options are for the upload, and all other known options have no effect.
-        repo_id = options.pop("repo_id", None)
-        upload = {name: options.pop(name) for name in ("commit_message", "private", "token") if name in options}
+        upload = {name: options.pop(name) for name in UPLOAD & options.keys()}
         usual = {"safe_serialization", "save_peft_format", "save_original_format", "save_function"}
         unknown = sorted(name for name in options.keys() - usual if options[name] not in (None, False))
         if unknown:
@@ -326,12 +331,11 @@ class Checkpoint(Loading):
         config.architectures, config.dtype = [type(self).__name__], tensors["embed_tokens.weight"].dtype
         assets = {GENERATION_CONFIG: self.generation_config.to_json_string().encode()}
         decoder.assets = decoder.assets | assets
-        save_pretrained(
-            decoder, save_directory, max_shard_size=max_shard_size, auto_map=auto_map, hf_config=to_json(config),
-            tensors=tensors,
-        )  # fmt: skip
-        if push_to_hub and rank() == 0:
-            hf_model.push_to_hub(repo_id or Path(save_directory).name, **upload)
+        with uploads(hf_model, save_directory, upload if push_to_hub else None):
+            save_pretrained(
+                decoder, save_directory, max_shard_size=max_shard_size, auto_map=auto_map, hf_config=to_json(config),
+                tensors=tensors,
+            )  # fmt: skip
 
     def _without_tensors(
         self, folder: str | os.PathLike[str], is_main_process: bool | None, state_dict: Mapping[str, Tensor] | None
@@ -584,6 +588,31 @@ def writes(is_main_process: bool | None, *, sharded: bool = False) -> bool:
             "To write on this rank, too, pass is_main_process=True and another folder."
         )
     return rank() == 0 if is_main_process is None else is_main_process
+
+
+@contextmanager
+def uploads(model: Any, folder: str | os.PathLike[str], options: dict[str, Any] | None) -> Iterator[None]:
+    """Context manager that uploads the files that are written into a folder, on rank 0.
+
+    Args:
+        model: a model of transformers.
+        folder: the folder. It is created if it does not exist.
+        options: arguments of ``push_to_hub``; None for no upload.
+    """
+    if options is None or rank() != 0:
+        yield
+        return
+    # Create the repository before anything is written.
+    options = {"repo_id": None, "token": None, "private": None, "tags": None, **options}
+    repo_id, private, tags = (options.pop(name) for name in ("repo_id", "private", "tags"))
+    token = options["token"]
+    repo_id = HfApi().create_repo(repo_id or Path(folder).name, private=private, token=token, exist_ok=True).repo_id
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    earlier = model._get_files_timestamps(folder)
+    yield
+    card = create_and_tag_model_card(repo_id, tags or model.model_tags, token=token)
+    card.save(Path(folder) / "README.md")
+    model._upload_modified_files(folder, repo_id, earlier, **options)
 
 
 def check_upload(model: nn.Module) -> None:

@@ -1,7 +1,6 @@
 """Classifiers of whole texts, such as reward models, with transformers' interface."""
 
 import copy
-import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +14,10 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from liger_models.base.causal_lm import CausalLM
 from liger_models.convert.files import open_safetensors, read_headers
 from liger_models.convert.save import write_checkpoint
-from liger_models.distributed.ranks import rank
 from liger_models.hf.adapted import Adaptable
 from liger_models.hf.checkpoint import (
     PREFIX,
+    UPLOAD,
     Checkpoint,
     Mismatch,
     as_dtype_of,
@@ -27,6 +26,7 @@ from liger_models.hf.checkpoint import (
     check_upload,
     find_mismatched_shapes,
     load_body,
+    uploads,
     writes,
 )
 from liger_models.hf.model import LigerModel, LigerPreTrainedModel, tied_decoder, without_head
@@ -135,16 +135,13 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
 
         if not is_writer:
             return
-        # All options that transformers' method does not name are for the upload.
-        named = inspect.signature(PreTrainedModel.save_pretrained).parameters.keys() - {"token"}
-        upload = {name: options.pop(name) for name in options.keys() - named}
+        upload = {name: options.pop(name) for name in UPLOAD & options.keys()}
 
         def write(folder: Path) -> None:
             PreTrainedModel.save_pretrained(self, folder, True, tensors, False, max_shard_size, **options)
 
-        write_checkpoint(Path(save_directory), write)
-        if push_to_hub and rank() == 0:
-            self.push_to_hub(upload.pop("repo_id", None) or Path(save_directory).name, **upload)
+        with uploads(self, save_directory, upload if push_to_hub else None):
+            write_checkpoint(Path(save_directory), write)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load parameters as `LigerForCausalLM.load_state_dict` does."""

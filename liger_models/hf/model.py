@@ -22,11 +22,12 @@ from liger_models.convert.config_map import read_config
 from liger_models.convert.files import read_headers
 from liger_models.convert.save import write_checkpoint
 from liger_models.convert.tensors import hf_tensors
-from liger_models.distributed.ranks import rank, run_on_rank_zero
+from liger_models.distributed.ranks import run_on_rank_zero
 from liger_models.generation.engine_routing import select_routing
 from liger_models.hf.adapted import Adaptable
 from liger_models.hf.cache import LigerCache
 from liger_models.hf.checkpoint import (
+    UPLOAD,
     Checkpoint,
     Loading,
     Mismatch,
@@ -34,6 +35,7 @@ from liger_models.hf.checkpoint import (
     body_tensors,
     check_upload,
     load_body,
+    uploads,
     writes,
 )
 from liger_models.hf.config import class_name, to_json, to_liger
@@ -362,7 +364,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
             is_main_process: whether this rank writes an unsharded model. By default, only rank 0 writes. The parameters
                 of a sharded model are gathered from all ranks, and rank 0 writes them.
             state_dict: unsharded tensors to save instead of the parameters, by their names in the body.
-            push_to_hub: whether to upload the folder afterwards; ``options`` are then arguments of the method
+            push_to_hub: whether rank 0 uploads the written files; ``options`` are then arguments of the method
                 ``push_to_hub``.
             max_shard_size: maximum size of a file, in bytes or as "5GB".
             options: other arguments of transformers, which are ignored.
@@ -392,9 +394,9 @@ class LigerModel(Loading, LigerPreTrainedModel):
                 config.save_pretrained(folder)
                 save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size)
 
-            write_checkpoint(Path(save_directory), write)
-            if push_to_hub and rank() == 0:
-                self.push_to_hub(options.pop("repo_id", None) or Path(save_directory).name, **options)
+            upload = {name: options[name] for name in UPLOAD & options.keys()}
+            with uploads(self, save_directory, upload if push_to_hub else None):
+                write_checkpoint(Path(save_directory), write)
 
     def forward(
         self,

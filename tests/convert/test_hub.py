@@ -34,6 +34,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    if "transformers.utils.hub" in sys.modules:  # which keeps a client of the hub of an earlier test
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     yield server
     server.close()

@@ -224,6 +224,26 @@ def test_push_to_hub(folder, hub):  # noqa: F811
     assert {"config.json", "generation_config.json", "model.safetensors"} <= names
 
 
+@untied
+def test_a_save_uploads_the_files_that_it_writes(folder, hub):  # noqa: F811
+    """The given tensors, in files of the given size, and nothing that was in the folder before."""
+    model, saved = load(folder), Path("saved")
+    saved.mkdir()
+    (saved / "notes.txt").write_text("mine")
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    model.save_pretrained(
+        saved, push_to_hub=True, repo_id="me/zeros", state_dict=zeros, max_shard_size="20KB", token=hub.token,
+        private=True, tags=["zeros"],
+    )  # fmt: skip
+    repo = hub.repos["me/zeros"]
+    assert repo.private
+    (uploaded,) = (files for files in repo.commits.values() if files)
+    assert uploaded == {path.name: path.read_bytes() for path in saved.iterdir() if path.name != "notes.txt"}
+    assert {"model.safetensors.index.json", "config.json", "generation_config.json"} < uploaded.keys()
+    assert b"- zeros" in uploaded["README.md"]
+    assert not any(weight.any() for weight in load(saved).parameters())
+
+
 PUSHED_BY_TWO_RANKS = """
 import sys
 import torch.distributed as dist
