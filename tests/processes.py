@@ -30,8 +30,11 @@ FIRST = 10_000 + 100 * (os.getpid() % 200)  # so that the workers of pytest star
 PORTS = itertools.cycle(range(FIRST, FIRST + 100))
 FORKSERVER = get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
-    ["tests.no_gpu", "pytest", "torch._inductor.compile_fx", "liger_models.train.loop", "tests.arch.families"]
-)
+    [
+        "tests.no_gpu", "pytest", "torch._inductor.compile_fx", "torch.export._trace", "torch.distributed.checkpoint",
+        "torchao.quantization", "liger_models.train.loop", "tests.arch.families",
+    ]
+)  # fmt: skip
 
 
 def scripts(page: str) -> list[str]:
