@@ -174,8 +174,8 @@ def test_each_objective_learns(folder, tmp_path, objective, data, options, metri
         data,
         **given,
         eval_data=[str(folder / f"{data}.jsonl")],
-        eval_every=6,
-        steps=10,
+        eval_every=5,
+        steps=8,
         save_every=99,
     )
     lines = log(tmp_path / "run")
@@ -230,16 +230,16 @@ def test_distillation_into_adapters_on_quantized_weights(folder, tmp_path):
         ("dpo", "pairs", {"accumulate": 2}),
         ("kto", "marked", {"lora_r": 4, "lora_dropout": 0.1}),
         ("distill", "text", {"teacher": "teacher", "lora_r": 4}),
-        ("grpo", "prompts", {"num_iterations": 2, "beta": 0.1, "save_every": 2, "accumulate": 2, "batch_size": 1}),
+        ("grpo", "prompts", {"num_iterations": 2, "beta": 0.1, "accumulate": 2, "batch_size": 1}),
     ],
 )
 def test_two_ranks_go_on(folder, two, objective, data, options):  # noqa: F811
     """With exactly the bits of a run that nothing stopped."""
     run = partial(train_on, objective=objective, data=data, eval_data=[str(folder / f"{data}.jsonl")], **options)
-    run = partial(run, eval_every=3)
+    run = partial(run, eval_every=2, steps=4, save_every=2)
     name, again = f"two-{objective}", f"two-{objective}-again"
     two(run, folder, name)
-    shutil.copytree(folder / name, folder / again, ignore=shutil.ignore_patterns("adapter", "model", "step-00000006"))
+    shutil.copytree(folder / name, folder / again, ignore=shutil.ignore_patterns("adapter", "model", "step-00000004"))
     before = sorted(path.name for path in (folder / again).glob("step-*"))[-1]
     (folder / again / "latest").write_text(before)
     two(run, folder, again)
