@@ -36,9 +36,9 @@ impatient = mock.patch.object(ranks, "_store", Impatient)
 
 def work_longer_than_the_timeout() -> tuple[str, int]:
     with impatient, long_work("test"):
-        time.sleep(2 * dist.get_rank())
+        time.sleep(1.2 * dist.get_rank())
     with impatient:
-        return run_on_rank_zero("test", lambda: time.sleep(2) or "done"), dist.get_rank()
+        return run_on_rank_zero("test", lambda: time.sleep(1.2) or "done"), dist.get_rank()
 
 
 def test_work_may_take_longer_than_the_timeout(two):  # noqa: F811
@@ -110,11 +110,14 @@ import torch.distributed as dist
 from liger_models import LigerLlama, PackedDataset
 from liger_models.data.encoding import Encoder
 
-dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+dist.init_process_group("gloo")
+dist.barrier()  # the timeout is for what follows: the ranks may start seconds apart
+dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=3))
 encode = Encoder.encode
 
 def encode_slowly(encoder, records):
-    time.sleep(8)
+    time.sleep(4.5)
     yield from encode(encoder, records)
 
 Encoder.encode = encode_slowly
