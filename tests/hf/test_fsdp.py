@@ -23,11 +23,12 @@ CASES = {
 }
 RANKS = """
 import json
+import sys
 import torch.distributed as dist
-from tests.hf.test_fsdp import CASES, make
+from tests.hf.test_fsdp import make
 
 found = {}
-for case in CASES:
+for case in sys.argv[1:]:
     whole = make(case, output=case, fsdp=True)
     whole.train()
     whole.save_model(f"{case}-trained")
@@ -72,16 +73,20 @@ def make(case: str, output: str, fsdp: bool = False) -> Any:
     return transformers.Trainer(model, arguments, train_dataset=rows, data_collator=collate)
 
 
-def test_two_ranks_are_as_one(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "cases", [("tied", "classes"), pytest.param(("sft",), marks=pytest.mark.matrix)], ids=["Trainer", "SFTTrainer"]
+)
+def test_two_ranks_are_as_one(tmp_path, monkeypatch, cases):
     monkeypatch.chdir(tmp_path)
-    for case, (arch, name) in CASES.items():
+    for case in cases:
+        arch, name = CASES[case]
         folder = make_folder(arch, "gqa", tmp_path / "made")
         options = {"num_labels": 3, "pad_token_id": 0} if case == "classes" else {}
         torch.manual_seed(0)
         model = getattr(liger_models.hf, name).from_pretrained(folder, dtype=torch.float32, **options)
         model.save_pretrained(f"{case}-model")
     (tmp_path / "run.py").write_text(RANKS)
-    printed = processes.run("run.py", cwd=tmp_path, ranks=2)
+    printed = processes.run("run.py", *cases, cwd=tmp_path, ranks=2)
     found = json.loads(printed.stdout.partition("found ")[2].splitlines()[0])
     assert "the head of TRL" not in printed.stderr  # the ranks use the fused loss
     for case, (whole, resumed, groups) in found.items():
@@ -97,4 +102,4 @@ def test_two_ranks_are_as_one(tmp_path, monkeypatch):
         trained = auto.from_pretrained(f"{case}-trained", dtype=torch.float32)
         ids = torch.arange(3, 14)[None]
         assert error(trained(ids).logits, one.model.eval()(ids).logits) < 1e-3, case
-    assert found.keys() == CASES.keys()
+    assert found.keys() == {*cases}

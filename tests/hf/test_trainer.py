@@ -244,47 +244,6 @@ def test_a_save_uploads_the_files_that_it_writes(folder, hub):  # noqa: F811
     assert not any(weight.any() for weight in load(saved).parameters())
 
 
-PUSHED_BY_TWO_RANKS = """
-import sys
-import torch.distributed as dist
-from pathlib import Path
-from huggingface_hub import constants
-from liger_models.hf.model import LigerModel
-from tests.hf.test_trainer import load
-
-constants.ENDPOINT, token = sys.argv[1:]
-constants.HUGGINGFACE_CO_URL_TEMPLATE = constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
-constants.HF_HUB_DISABLE_XET = True
-dist.init_process_group("gloo")
-for name, model in {"causal": load(Path("model")), "body": LigerModel.from_pretrained("model")}.items():
-    model.save_pretrained(name, push_to_hub=True, repo_id=f"me/{name}-saved", token=token)
-    model.push_to_hub(f"me/{name}-pushed", token=token)
-    model.save_pretrained(f"{name}-default-{dist.get_rank()}")
-    model.save_pretrained(f"{name}-asked-{dist.get_rank()}", is_main_process=True)
-dist.barrier()
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@untied
-def test_one_of_two_ranks_saves_and_uploads(folder, hub, tmp_path):  # noqa: F811
-    (tmp_path / "push.py").write_text(PUSHED_BY_TWO_RANKS)
-    log = processes.run("push.py", hub.url, hub.token, cwd=tmp_path, ranks=2).stderr
-    assert "save_pretrained: rank 1 writes nothing" in log
-    for name in ("causal", "body"):
-        assert (tmp_path / f"{name}-default-0" / "model.safetensors").is_file()
-        assert not (tmp_path / f"{name}-default-1").exists()
-        assert all((tmp_path / f"{name}-asked-{rank}" / "model.safetensors").is_file() for rank in range(2))
-    uploads = {name: [set(commit) for commit in repo.commits.values() if commit] for name, repo in hub.repos.items()}
-    body = {"README.md", "config.json", "model.safetensors"}
-    causal = body | {"generation_config.json"}
-    assert uploads == {
-        "me/causal-saved": [causal], "me/causal-pushed": [causal], "me/body-saved": [body], "me/body-pushed": [body],
-    }  # fmt: skip
-
-
 def words_tokenizer() -> Any:
     tokenizers = pytest.importorskip("tokenizers")
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(101)}, unk_token="w0"))
@@ -293,11 +252,18 @@ def words_tokenizer() -> Any:
 
 
 TWO_RANKS = """
+import sys
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
-import transformers
+from huggingface_hub import constants
+from liger_models.hf.model import LigerModel
 from tests.hf.test_trainer import load, losses, trainer
-from pathlib import Path
+
+constants.ENDPOINT, token = sys.argv[1:]
+constants.HUGGINGFACE_CO_URL_TEMPLATE = constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
+constants.HF_HUB_DISABLE_XET = True
 
 run = trainer(load(Path("model")), per_device_train_batch_size=1, gradient_accumulation_steps=2, output="two")
 run.train()
@@ -324,6 +290,13 @@ model.save_pretrained("sharded", is_main_process=dist.get_rank() == 0)
 if dist.get_rank() == 0:
     for name in ("gathered", "sharded"):
         print(name, all(map(torch.equal, load(Path("model")).parameters(), load(Path(name)).parameters())))
+
+for name, model in {"causal": load(Path("model")), "body": LigerModel.from_pretrained("model")}.items():
+    model.save_pretrained(name, push_to_hub=True, repo_id=f"me/{name}-saved", token=token)
+    model.push_to_hub(f"me/{name}-pushed", token=token)
+    model.save_pretrained(f"{name}-default-{dist.get_rank()}")
+    model.save_pretrained(f"{name}-asked-{dist.get_rank()}", is_main_process=True)
+dist.barrier()
 dist.destroy_process_group()
 """
 
@@ -331,16 +304,29 @@ dist.destroy_process_group()
 @pytest.mark.cases(1)
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_two_ranks_are_as_one(folder, tmp_path):
-    """Trainer under DDP, with uneven ranks; then FSDP as Accelerate applies it."""
+def test_two_ranks_are_as_one_and_one_of_them_saves_and_uploads(folder, hub, tmp_path):  # noqa: F811
+    """Trainer under DDP, with uneven ranks; then FSDP as Accelerate applies it; then models that every rank saves."""
     run = trainer(load(folder))
     run.train()
     (tmp_path / "run.py").write_text(TWO_RANKS)
-    printed = processes.run("run.py", cwd=tmp_path, ranks=2).stdout
+    done = processes.run("run.py", hub.url, hub.token, cwd=tmp_path, ranks=2)
+    printed = done.stdout
     kinds = ("resumed", "gathered", "sharded")
     found = dict(line.split(" ", 1) for line in printed.splitlines() if line.startswith(("losses", *kinds)))
     assert [float(x) for x in found["losses"].split()] == pytest.approx(losses(run), rel=1e-4)
     assert [found[kind] for kind in kinds] == ["True"] * 3
+
+    assert "save_pretrained: rank 1 writes nothing" in done.stderr
+    for name in ("causal", "body"):
+        assert (tmp_path / f"{name}-default-0" / "model.safetensors").is_file()
+        assert not (tmp_path / f"{name}-default-1").exists()
+        assert all((tmp_path / f"{name}-asked-{rank}" / "model.safetensors").is_file() for rank in range(2))
+    uploads = {name: [set(commit) for commit in repo.commits.values() if commit] for name, repo in hub.repos.items()}
+    body = {"README.md", "config.json", "model.safetensors"}
+    causal = body | {"generation_config.json"}
+    assert uploads == {
+        "me/causal-saved": [causal], "me/causal-pushed": [causal], "me/body-saved": [body], "me/body-pushed": [body],
+    }  # fmt: skip
 
 
 def test_pipeline(root):
