@@ -1,6 +1,8 @@
-"""`examples/demo.py` as a user starts it, with few steps."""
+"""`examples/demo.py` as a user starts it, with few steps on a part of the standard library."""
 
 import json
+import shutil
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,16 @@ from ..processes import run
 ROOT = Path(__file__).parents[2]
 
 
+PART = """
+import sysconfig
+from examples import demo
+
+sysconfig.get_path = lambda _: "library"
+demo.EVAL_BATCHES = 8
+demo.main()
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_second_run_trains_saves_and_generates(device, tmp_path):
@@ -19,7 +31,10 @@ def test_a_second_run_trains_saves_and_generates(device, tmp_path):
     for name in ("config.json", "model.safetensors"):  # as an earlier run leaves them
         (tmp_path / "trained" / name).write_text("old")
 
-    done = run("examples/demo.py", "--output", str(tmp_path), "--steps", "10", "--device", device, cwd=ROOT)
+    for name in ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "urllib", "xml"):
+        shutil.copytree(Path(sysconfig.get_path("stdlib"), name), tmp_path / "library" / name)
+    (tmp_path / "part.py").write_text(PART)
+    done = run("part.py", "--output", str(tmp_path), "--steps", "10", "--device", device, cwd=tmp_path)
     assert done.stderr == ""
     for text in ("step   10 of 10", "same loss", "--- def __init__(self"):
         assert text in done.stdout
