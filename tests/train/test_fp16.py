@@ -71,7 +71,7 @@ def test_losses_are_those_of_float32(folder, tmp_path, options):  # noqa: F811
     assert (tmp_path / "float16" / kind).is_dir()
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("objective", "data", "options"),
     [("sft", "text", {}), *((*each, {}) for each in PREFERENCES), ("distill", "text", {"teacher": "teacher"})],

@@ -77,7 +77,7 @@ def changed(before, after) -> set[str]:
     return {name for name, parameter in before.named_parameters() if not torch.equal(parameter, others[name])}
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_images_train_the_whole_model(folder, family, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
@@ -106,7 +106,7 @@ def test_texts_leave_the_tower_as_it_is(folder, monkeypatch):
         assert not any(name.startswith("visual.") or "cross_attn" in name for name in names)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_of_the_language_model_or_of_the_tower_as_well(folder, family, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
@@ -158,6 +158,7 @@ def test_preferences_with_images(folder, family, objective, data, monkeypatch):
     assert lines[0]["loss"] == pytest.approx(want.item(), rel=1e-2)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "mllama"])
 def test_answers_about_images_are_sampled_and_rewarded(folder, family, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
@@ -292,6 +293,7 @@ def train_on_a_rank(folder: Path, family: str) -> None:
         train(options(folder, family, "ranks", length=80, batch_size=1, steps=4))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "mllama"])
 def test_a_rank_without_an_image_waits_for_nobody(folder, family, two):  # noqa: F811
     """Rows hold one chat or two, and four of the ten chats have no image."""
