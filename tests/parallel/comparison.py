@@ -20,7 +20,7 @@ from ..arch.families import beyond_kinds
 from .images import IMAGE_BATCHES, IMAGE_MODELS, image_batch, image_config
 from .models import TINY, batch, gradients, init_device_mesh, make_optimizer, share, whole
 
-STEPS = 3
+STEPS = 2
 
 
 def build(arch: str, config: Any, **options: Any) -> Any:

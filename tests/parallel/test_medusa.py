@@ -11,7 +11,7 @@ from liger_models.parallel import apply_fsdp, load_state, save_state
 
 from .models import batch, gradients, make_optimizer, mean, share, tiny, whole
 
-STEPS = 3
+STEPS = 2
 CASES = {
     "frozen": {},
     "trained": {"freeze": False},
