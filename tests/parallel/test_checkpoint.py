@@ -149,6 +149,7 @@ def test_each_rank_reads_its_rows(two, folders, arch, dtype):
         assert tensor.nbytes <= sum(result["bytes"][name] for result in read) <= tensor.nbytes + 2 * rows[name], name
 
 
+@pytest.mark.matrix  # as shards alone, on twice as many ranks
 def test_copies_of_shards(four, folders):
     expected = {name: p.detach() for name, p in load("llama", folders["llama"]).named_parameters()}
     for result in four(load_parts, "llama", folders["llama"], None, (2, 2), expected):
@@ -476,6 +477,7 @@ def test_biases_of_routers_follow_the_load_of_all_ranks(two, tmp_path, wrapper):
     torch.testing.assert_close(torch.cat([part for _, part in parts]), logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("arch", "variant"), [("deepseek_v3", "yarn"), ("ernie4_5_moe", "released")])
 def test_routers_stay_in_fp32_on_ranks(two, tmp_path, arch, variant):
     """The bias for the choice of experts, and ERNIE's router, in a model in bf16, of which FSDP2 shards the rest."""

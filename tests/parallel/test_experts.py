@@ -212,7 +212,7 @@ def load_experts(source: Path, target: Path, shape: tuple[int, int]) -> dict[str
     return weights
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (1, 2)])
+@pytest.mark.parametrize("shape", [pytest.param((2, 2), marks=pytest.mark.matrix), (1, 2)])
 def test_experts_in_and_out_of_a_checkpoint(two, four, tmp_path, shape):
     model = build(*experts_case("qwen3_moe", balanced=False))
     model.save_pretrained(tmp_path / "plain")

@@ -95,12 +95,20 @@ def test_equal_to_rounding_what_was_gathered(two, options, optimizer):
         assert rounded < 0.8 * plain
 
 
+@pytest.mark.matrix  # as shards alone, on twice as many ranks
 def test_copies_of_shards(four):
     for rounded, plain in four(compare, {"shape": (2, 2)}):
         assert rounded < 0.8 * plain
 
 
-@pytest.mark.parametrize("options", [{"recipe": "rowwise"}, {"cpu_offload": True}, {"reshard_after_forward": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"recipe": "rowwise"},
+        {"cpu_offload": True},
+        pytest.param({"reshard_after_forward": 2}, marks=pytest.mark.matrix),
+    ],
+)
 def test_others_gather_as_before(two, four, options):
     for rounded, plain in (four if "reshard_after_forward" in options else two)(compare, options, "torch"):
         assert rounded == plain

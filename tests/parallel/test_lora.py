@@ -106,7 +106,9 @@ def loaded_in_parts(
 
 
 @pytest.mark.parametrize(
-    ("tensor_parallel", "config"), [(False, {}), (False, {"use_dora": True}), (True, {"use_dora": True})], ids=str
+    ("tensor_parallel", "config"),
+    [pytest.param(False, {}, marks=pytest.mark.matrix), *((each, {"use_dora": True}) for each in (False, True))],
+    ids=str,
 )
 def test_each_rank_reads_its_part_and_all_have_the_same_adapters(two, tensor_parallel, config, tmp_path):
     tiny().save_pretrained(tmp_path / "model")
@@ -197,8 +199,10 @@ def sharded_experts(ep: int, policy: str, folder: str) -> tuple[dict[str, Tensor
     return got, get_hf_state_dict(model), A.to_local().shape[0] == 4 // dist.get_world_size()
 
 
-@pytest.mark.cases(2)
-@pytest.mark.parametrize(("ep", "ranks", "policy"), [(1, 2, "none"), (2, 2, "selective"), (2, 4, "none")])
+@pytest.mark.parametrize(
+    ("ep", "ranks", "policy"),
+    [(1, 2, "none"), (2, 2, "selective"), pytest.param(2, 4, "none", marks=pytest.mark.matrix)],
+)
 def test_experts_on_ranks_are_one(two, four, ep, ranks, policy, tmp_path):
     """Sharded as parameters, over the ranks of experts, and both; merged tensors and files are those of one process."""
     one = adapted_experts()
@@ -223,7 +227,7 @@ def experts_loaded_in_parts(folder: str, reads: str, ep: int) -> tuple[dict[str,
     return whole(model.named_parameters()), model(batch(0)["input_ids"]).logits.detach()
 
 
-@pytest.mark.parametrize(("ep", "ranks"), [(1, 2), (2, 2), (2, 4)])
+@pytest.mark.parametrize(("ep", "ranks"), [(1, 2), (2, 2), pytest.param(2, 4, marks=pytest.mark.matrix)])
 def test_each_rank_reads_its_experts_and_draws_its_adapters(two, four, ep, ranks, tmp_path):
     mixture().save_pretrained(tmp_path / "model")
     folders = str(tmp_path / "adapter"), str(tmp_path / "model")
@@ -266,7 +270,7 @@ def quantized_experts(dtype: str, quantize_first: bool, policy: str, folder: str
     return got, get_hf_state_dict(model), stored
 
 
-@pytest.mark.parametrize(("dtype", "first"), [("nf4", True), ("float8", False)])
+@pytest.mark.parametrize(("dtype", "first"), [pytest.param("nf4", True, marks=pytest.mark.matrix), ("float8", False)])
 def test_quantized_experts_on_ranks_are_one(two, dtype, first, tmp_path):
     """Quantized before they are distributed, or on each rank: gradients, files and merged tensors of one process."""
     pytest.importorskip("torchao")

@@ -103,8 +103,9 @@ def test_everything_is_in_it() -> None:
             assert tensor.equal(dense[name])
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "policy", ["none", *(pytest.param(x, marks=pytest.mark.matrix) for x in ("selective", "full"))]
+)
 def test_adapters_train_as_on_dense_weights(policy: str, kernel_device: str) -> None:
     """In the fused ops, whose few rows and experts have no kernel of the format."""
     model = stir(quantize_base(with_adapters(plain()), dtype="int8"))
@@ -167,8 +168,9 @@ def run(folder: str, how: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.cases(2)
-@pytest.mark.parametrize("how", SHARDINGS[1:])
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=pytest.mark.matrix if " and " in how else ()) for how in SHARDINGS[1:]]
+)
 def test_ranks_are_one(two: Any, four: Any, how: str, tmp_path: Path) -> None:
     plain().save_pretrained(tmp_path)
     want = run(str(tmp_path), "")

@@ -172,6 +172,7 @@ def dense(model: LigerLlama) -> dict[str, Tensor]:
     return {name: layer.dense_weight().detach().clone() for name, layer in found.items()}
 
 
+@pytest.mark.cases(2)
 @DTYPES
 @pytest.mark.parametrize("number", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.matrix)], ids=str)
 @pytest.mark.parametrize("sizes", [SIZES, SIZES | {"hidden_size": 40, "intermediate_size": 56}], ids=str)
@@ -209,6 +210,7 @@ def generated(dtype: str) -> tuple[Tensor, Tensor]:
         return whole, gathered.generate(ids, max_new_tokens=4, eos_token_id=[])
 
 
+@pytest.mark.cases(1)
 @DTYPES
 def test_generates_as_one(two, dtype):
     quantization.to_nf4  # noqa: B018
@@ -252,10 +254,10 @@ def stir_sharded(model: Any) -> Any:
     ("arch", "ranks", "parallel"),
     [
         ("qwen3", 2, False),
-        ("phi3", 2, False),
-        ("qwen3_moe", 2, False),
         ("qwen3_moe", 2, True),
-        ("qwen3_moe", 4, False),
+        pytest.param("phi3", 2, False, marks=pytest.mark.matrix),
+        pytest.param("qwen3_moe", 2, False, marks=pytest.mark.matrix),
+        pytest.param("qwen3_moe", 4, False, marks=pytest.mark.matrix),
     ],
 )
 def test_float8_of_a_checkpoint_on_ranks(two, four, arch, ranks, parallel, tmp_path):
@@ -280,11 +282,11 @@ def test_float8_of_a_checkpoint_on_ranks(two, four, arch, ranks, parallel, tmp_p
     ("kind", "arch", "parallel"),
     [
         ("mo_nvfp4", "qwen3", False),
-        ("mo_tensors", "qwen3_moe", False),
-        ("mo_nvfp4", "qwen3_moe", True),
         ("ct_int4", "qwen3_moe", False),
-        ("mxfp4", "gpt_oss", False),
         ("mxfp4", "gpt_oss", True),
+        pytest.param("mo_tensors", "qwen3_moe", False, marks=pytest.mark.matrix),
+        pytest.param("mo_nvfp4", "qwen3_moe", True, marks=pytest.mark.matrix),
+        pytest.param("mxfp4", "gpt_oss", False, marks=pytest.mark.matrix),
     ],
 )
 def test_other_formats_of_checkpoints_on_ranks(two, kind, arch, parallel, tmp_path):
@@ -377,7 +379,7 @@ def test_experts_on_two_ranks_are_one(two, dtype, experts, policy, compiled, opt
         torch.testing.assert_close(loaded.get_parameter(name), parameter, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.matrix  # as on two ranks
 @DTYPES
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": 2}], ids=["parts", "whole"])
 def test_experts_on_four_ranks_are_one(four, dtype, options, tmp_path):
@@ -462,6 +464,7 @@ def by_hand(dtype: str, experts: bool, expected: dict[str, Tensor]) -> None:
     assert_same(gradients(model), expected)
 
 
+@pytest.mark.cases(2)
 @DTYPES
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="FSDP of PyTorch gives bytes a gradient")
@@ -489,6 +492,7 @@ def under_ddp(dtype: str, with_adapters: bool) -> None:
             assert mine.equal(parameter.grad)
 
 
+@pytest.mark.cases(2)
 @DTYPES
 @pytest.mark.parametrize("with_adapters", [True, False])
 def test_distributed_data_parallel(two, dtype, with_adapters):

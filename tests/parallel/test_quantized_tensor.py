@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:NF4Tensor does not implement:Use
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 384, "head_dim": 32, "num_hidden_layers": 2}
 """Two ranks share factors of 4-bit blocks: of successive rows, and of each row."""
 DTYPES = pytest.mark.parametrize("dtype", ["nf4", "float8"])
-SHAPES: list[tuple[int, ...]] = [(2,), (2, 2)]
+SHAPES = pytest.mark.parametrize("shape", [(2,), pytest.param((2, 2), marks=pytest.mark.matrix)], ids=str)
 """Ranks of tensor parallelism, and of FSDP with it."""
 
 
@@ -111,22 +111,22 @@ CASES: list[tuple[str, dict[str, Any], bool, str]] = [
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_ranks_are_one(two, four, case, tmp_path):
+@SHAPES
+def test_ranks_are_one(two, four, shape, case, tmp_path):
     dtype, config, sequence_parallel, policy = case
     want = run(dtype, config, (), False, policy, tmp_path)
     one = load_adapter(plain("target_parameters" in config), tmp_path / "0")
-    for group, shape in zip((two, four), SHAPES, strict=True):
-        for got in group(run, dtype, config, shape, sequence_parallel, policy, tmp_path):
-            assert got["count"] == want["count"]
-            assert_same_bits(got["base"], want["base"])
-            assert_same(got["run"], {name: each for name, each in want["run"].items() if name in got["run"]})
-            assert got["run"].keys() ^ want["run"].keys() <= {"losses"}
-            assert_same(got["merged"], want["merged"])
-            halved = [part * 2 == size for name, (size, part) in got["bytes"].items() if shape == (2,)]
-            # Every rank has the scales of rows of float8 whose columns are sharded.
-            assert halved.count(False) == (0 if dtype == "nf4" or not halved else len(halved) // 4)
-        loaded = load_adapter(plain("target_parameters" in config), tmp_path / str(len(shape)))
-        assert_same(whole(loaded.named_parameters()), whole(one.named_parameters()))
+    for got in (two if shape == (2,) else four)(run, dtype, config, shape, sequence_parallel, policy, tmp_path):
+        assert got["count"] == want["count"]
+        assert_same_bits(got["base"], want["base"])
+        assert_same(got["run"], {name: each for name, each in want["run"].items() if name in got["run"]})
+        assert got["run"].keys() ^ want["run"].keys() <= {"losses"}
+        assert_same(got["merged"], want["merged"])
+        halved = [part * 2 == size for name, (size, part) in got["bytes"].items() if shape == (2,)]
+        # Every rank has the scales of rows of float8 whose columns are sharded.
+        assert halved.count(False) == (0 if dtype == "nf4" or not halved else len(halved) // 4)
+    loaded = load_adapter(plain("target_parameters" in config), tmp_path / str(len(shape)))
+    assert_same(whole(loaded.named_parameters()), whole(one.named_parameters()))
 
 
 def slices(dtype: str) -> list[dict[str, Tensor]]:
@@ -197,14 +197,14 @@ def loaded(folder: Path, dtype: str, experts: bool, shape: tuple[int, ...]) -> l
 @pytest.mark.parametrize("number", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.matrix)], ids=str)
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 @DTYPES
-def test_each_rank_quantizes_its_part_to_the_same_weights(two, four, dtype, experts, number, tmp_path):
+@SHAPES
+def test_each_rank_quantizes_its_part_to_the_same_weights(two, four, shape, dtype, experts, number, tmp_path):
     quantization.to_nf4  # noqa: B018
     plain(experts).to(number).save_pretrained(tmp_path)
     want = loaded(tmp_path, dtype, experts, ())
-    for group, shape in zip((two, four), SHAPES, strict=True):
-        for got in group(loaded, tmp_path, dtype, experts, shape):
-            for mine, its in zip(got, want, strict=True):
-                assert_same_bits(mine, its)
+    for got in (two if shape == (2,) else four)(loaded, tmp_path, dtype, experts, shape):
+        for mine, its in zip(got, want, strict=True):
+            assert_same_bits(mine, its)
 
 
 def step_on_float8(folder: Path, shape: tuple[int, ...], targets: Any, saved: Path | None) -> dict[str, Any]:
@@ -231,19 +231,19 @@ def step_on_float8(folder: Path, shape: tuple[int, ...], targets: Any, saved: Pa
 @pytest.mark.parametrize(
     ("arch", "targets"), [("qwen3", "all-linear"), ("phi3", ["qkv_proj"]), ("qwen3_moe", ["v_proj", "o_proj"])]
 )
-def test_float8_of_a_checkpoint_on_ranks(two, four, arch, targets, tmp_path):
+@SHAPES
+def test_float8_of_a_checkpoint_on_ranks(two, four, shape, arch, targets, tmp_path):
     """Blocks are whole in a slice of columns, and not in one of rows. Some layers have no adapters."""
     codes, _ = quantized(arch, tmp_path / arch, (24, 4))
     want = step_on_float8(codes, (), targets, None)
-    for group, shape in zip((two, four), SHAPES, strict=True):
-        saved = tmp_path / str(len(shape))
-        for got in group(step_on_float8, codes, shape, targets, saved):
-            assert_same_bits(got["base"], want["base"])
-            for part in ("loss", "run"):
-                assert_same(got[part], want[part])
-        assert_same_bits(read_tensors(saved), read_tensors(codes))
+    for got in (two if shape == (2,) else four)(step_on_float8, codes, shape, targets, tmp_path / "saved"):
+        assert_same_bits(got["base"], want["base"])
+        for part in ("loss", "run"):
+            assert_same(got[part], want[part])
+    assert_same_bits(read_tensors(tmp_path / "saved"), read_tensors(codes))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("kind", "arch"), [("mo_nvfp4", "qwen3"), ("mo_tensors", "qwen3_moe")])
 def test_other_formats_of_checkpoints_on_ranks(two, kind, arch, tmp_path):
     """Slices of rows and columns of codes and scales, with the factor of each row."""
@@ -260,10 +260,10 @@ def test_other_formats_of_checkpoints_on_ranks(two, kind, arch, tmp_path):
 FAMILIES = [*CASES_OF_FAMILIES, ("qwen3_next", {}, True)]
 
 
-def families() -> list[dict[str, Any]]:
+def families(cases: list[tuple[str, dict[str, Any], bool]]) -> list[dict[str, Any]]:
     """Losses and gradients on float8, whose slices may end anywhere."""
     results = []
-    for name, config, sequence_parallel in FAMILIES:
+    for name, config, sequence_parallel in cases:
         model = quantize_base(of_family(name, **config), dtype="float8")
         if dist.is_initialized():
             on_ranks(model, (2,), sequence_parallel)
@@ -273,11 +273,14 @@ def families() -> list[dict[str, Any]]:
     return results
 
 
-def test_families(two):
+@pytest.mark.parametrize(
+    "cases", [FAMILIES[::2], pytest.param(FAMILIES[1::2], marks=pytest.mark.matrix)], ids=["some", "others"]
+)
+def test_families(two, cases):
     """With layers of towers that every rank has, and adapters of a rank whose rows do not follow each other."""
     quantization.to_nf4  # noqa: B018
-    expected = families()
-    for results in two(families):
+    expected = families(cases)
+    for results in two(families, cases):
         for got, right in zip(results, expected, strict=True):
             for part in ("loss", "run"):
                 assert_same(got[part], right[part])
@@ -306,13 +309,15 @@ def goes_on(folder: Path, dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
 
 @pytest.mark.cases(1)
 @DTYPES
-def test_a_run_goes_on_on_any_ranks_and_generates(two, four, dtype, tmp_path):
+@SHAPES
+def test_a_run_goes_on_on_any_ranks_and_generates(two, four, shape, dtype, tmp_path):
     quantization.to_nf4  # noqa: B018
     want = goes_on(tmp_path / "one", dtype, ())
     folder = tmp_path / "ranks"
-    results = two(goes_on, folder, dtype, (2,)) + two(goes_on, folder, dtype, (2,))
-    results += [*four(goes_on, folder, dtype, (2, 2)), goes_on(folder, dtype, ())]
-    assert [each["start"] for each in results] == [0, 0, *[1] * 7]
+    first = two(goes_on, folder, dtype, (2,))
+    again = (two if shape == (2,) else four)(goes_on, folder, dtype, shape)
+    results = [*first, *again, goes_on(folder, dtype, ())]
+    assert [each["start"] for each in results] == [0, 0, *[1] * (len(again) + 1)]
     for got in results:
         assert_same(got["weights"], want["weights"])
         assert got["ids"].equal(want["ids"])
@@ -357,6 +362,7 @@ def without_adapters(dtype: str, experts: bool) -> list[tuple[Tensor, dict[str, 
     return found
 
 
+@pytest.mark.cases(2)
 @DTYPES
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 def test_a_model_without_adapters(two, dtype, experts):

@@ -64,9 +64,15 @@ def rolls_out_as_one(way: str, name: str) -> None:
     assert model.training
 
 
-@pytest.mark.cases(4)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("way", ["tensor", "fsdp"])
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        ("tensor", "tied"),
+        ("fsdp", "recurrent"),
+        *(pytest.param("tensor", name, marks=pytest.mark.matrix) for name in MODELS if name != "tied"),
+        *(pytest.param("fsdp", name, marks=pytest.mark.matrix) for name in MODELS if name != "recurrent"),
+    ],
+)
 def test_two_ranks_roll_out_as_one(two, way, name):
     two(rolls_out_as_one, way, name)
 
@@ -86,7 +92,7 @@ def test_two_ranks_generate_as_one(two):
     two(generates_as_one)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", ["copies of shards", "tensor and fsdp"])
 def test_four_ranks_roll_out_as_one(four, way):
     four(rolls_out_as_one, way, "llama")

@@ -145,6 +145,7 @@ def go_on(folder: Path, case: dict[str, Any]) -> dict[str, torch.Tensor]:
     return run.state()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("tied", [False, True])
 def test_on_another_number_of_ranks(two, tmp_path, tied):
     case = {"tied": tied, "dropout": 0.0}
