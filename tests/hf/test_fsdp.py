@@ -74,7 +74,7 @@ def make(case: str, output: str, fsdp: bool = False) -> Any:
 
 
 @pytest.mark.parametrize(
-    "cases", [("tied", "classes"), pytest.param(("sft",), marks=pytest.mark.matrix)], ids=["Trainer", "SFTTrainer"]
+    "cases", [("tied",), pytest.param(("classes", "sft"), marks=pytest.mark.matrix)], ids=["tied", "others"]
 )
 def test_two_ranks_are_as_one(tmp_path, monkeypatch, cases):
     monkeypatch.chdir(tmp_path)

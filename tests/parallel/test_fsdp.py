@@ -1,7 +1,6 @@
 """A model under FSDP2 trains as in one process."""
 
 import copy
-import dataclasses
 import inspect
 import itertools
 import pickle
@@ -21,13 +20,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from liger_models import AutoLigerModel, LigerAdamW, LigerFusedLinearDPOLoss, step_in_backward
 from liger_models.adapters import convert_to_float8
+from liger_models.arch import get_arch
 from liger_models.layers import offload
 from liger_models.parallel import apply_fsdp, compile_blocks, fsdp, load_state, reshard, save_state
 from liger_models.parallel.reduce_scatter import BackwardPasses, ReduceScatter
 from liger_models.train import optimizer as optimizer_module
 
 from ..processes import scripts
-from .comparison import build, run_config
+from .comparison import build
 from .images import image_batch, image_config
 from .models import TINY, batch, gradients, init_device_mesh, make_optimizer, mean, mixture, share, tiny, whole
 
@@ -540,8 +540,10 @@ def test_a_replaced_forward_of_a_block_is_compiled():
 def test_compiled_blocks_of_several_kinds_train_and_generate():
     """Blocks of two kinds, of changing lengths, are compiled more often than PyTorch's limit of 8 allows."""
     torch._dynamo.reset()
-    arch, config = run_config("gemma2")
-    model, ids = build(arch, dataclasses.replace(config, num_hidden_layers=2)), torch.arange(3, 20)[None]
+    kinds = ["sliding_attention", "full_attention"]
+    sizes = TINY | {"num_hidden_layers": 2, "layer_types": kinds, "sliding_window": 5, "initializer_range": 0.1}
+    config = get_arch("cohere2").config_class(**sizes)
+    model, ids = build("cohere2", config), torch.arange(3, 20)[None]
     want = [model(ids[:, :T], labels=ids[:, :T]).loss for T in (9, 12)]
     answer = model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=[])
     compile_blocks(model, backend="eager")
