@@ -250,6 +250,7 @@ def test_pairs_longer_than_a_row(folder, tmp_path):
     assert not (batch["input_ids"] == model.config.image_token_index).any()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("objective", ["dpo", "grpo"])
 def test_two_ranks_of_which_one_has_no_image(folder, two, objective):  # noqa: F811
     two(compare_on_a_rank, folder, objective)

@@ -233,6 +233,7 @@ def test_a_single_process(folder, tmp_path, monkeypatch, capfd, device):
         assert lines[-1]["memory_gib"] > 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"lora_r": 4, "lora_dropout": 0.1}], ids=["all", "adapters"])
 def test_a_single_process_in_bfloat16_needs_no_fsdp(folder, tmp_path, monkeypatch, options):
@@ -414,7 +415,7 @@ def test_two_ranks_train_adapters_on_shards_of_quantized_weights(folder, two, ki
     assert adapter_files(folder / f"{kind}-again") == adapter_files(folder / kind)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "options",
     [{f"{kind}_parallel": 2, **more} for kind in ("tensor", "context") for more in ({}, {"lora_r": 4})],
@@ -509,6 +510,7 @@ def test_adapters_on_a_checkpoint_in_float8_as_it_is(folder, two, tmp_path):  # 
     assert adapter_files(tmp_path / "again") == adapter_files(tmp_path / "kept")
 
 
+@pytest.mark.matrix  # as on dense layers, in the test above
 def test_adapters_on_experts_in_float8_as_they_are(folder, two, tmp_path):  # noqa: F811
     """As on the dense weights that they stand for, also on two ranks that share the layers, or the experts."""
     plain = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
