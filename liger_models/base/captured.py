@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.distributed.groups import ParallelGroups
-from liger_models.generation.graphs import capture_stream, keeps_random_numbers
+from liger_models.generation.graphs import capture_stream, collects_no_garbage, keeps_random_numbers
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.recompute import is_hooked
@@ -183,6 +183,7 @@ class CapturedStep:
             with (
                 torch.cuda.device(device),
                 torch.cuda.stream(stream),  # `graph` does not leave its stream if the capture fails
+                collects_no_garbage(),
                 keeps_random_numbers(device),
                 torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
             ):

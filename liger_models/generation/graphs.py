@@ -11,6 +11,7 @@ parameters, so the steps remain valid when parameters are updated in place. `rel
 """
 
 import functools
+import gc
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -72,6 +73,22 @@ def keeps_random_numbers(device: torch.device) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def collects_no_garbage() -> Iterator[None]:
+    """Context manager that disables Python's garbage collector.
+
+    If the collector frees a CUDA graph while another graph is captured, the capture fails
+    (https://github.com/pytorch/pytorch/pull/161037).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def record(
     graph: torch.cuda.CUDAGraph, run: Callable[[], Any], device: torch.device, pool: Any = None,
     generator: torch.Generator | None = None,
@@ -93,7 +110,9 @@ def record(
     cause, stream = None, capture_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     try:
-        with keeps_random_numbers(device), torch.cuda.device(device), torch.cuda.stream(stream):
+        with (
+            collects_no_garbage(), keeps_random_numbers(device), torch.cuda.device(device), torch.cuda.stream(stream),
+        ):  # fmt: skip
             if generator is not None:
                 graph.register_generator_state(generator)
             graph.capture_begin(pool, capture_error_mode="thread_local")

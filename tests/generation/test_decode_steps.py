@@ -19,6 +19,7 @@ from liger_models.generation import loop as loop_module
 from liger_models.generation.graphs import (
     DecodeStep,
     can_capture,
+    collects_no_garbage,
     release_steps,
     rounded_rows,
     rounded_tokens,
@@ -760,6 +761,54 @@ def test_memory_is_given_back(monkeypatch):
     size = sum(parameter.nbytes for parameter in model.parameters())
     del model
     assert used() <= before - size + 2**16
+
+
+def test_garbage_is_collected_again_after_a_capture():
+    @collects_no_garbage()
+    def fail():
+        with collects_no_garbage():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        raise RuntimeError("not captured")
+
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError, match="not captured"):
+        fail()
+    assert gc.isenabled()
+
+
+@pytest.mark.gpu
+def test_a_graph_that_becomes_garbage_during_a_capture():
+    """Freed then, it would end the capture."""
+
+    class Cycle:
+        pass
+
+    class Dropping(nn.Linear):
+        def forward(self, x):
+            if torch.cuda.is_current_stream_capturing() and stale:
+                cycle = Cycle()
+                cycle.itself, cycle.graph = cycle, stale.pop()
+                del cycle
+                assert len([[] for _ in range(100)]) == 100  # the collector runs after some new containers
+            return super().forward(x)
+
+    stale = [torch.cuda.CUDAGraph()]
+    with torch.cuda.graph(stale[0]):
+        torch.zeros(1, device="cuda")
+    model = llama("cuda")
+    layer = Dropping(64, 64, bias=False, device="cuda")
+    layer.weight = model.layers[0].self_attn.o_proj.weight
+    model.layers[0].self_attn.o_proj = layer
+    thresholds = gc.get_threshold()
+    gc.set_threshold(10)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            generate(model, PROMPTS, max_new_tokens=NEW, eos_token_id=[])
+    finally:
+        gc.set_threshold(*thresholds)
+    assert not stale
 
 
 @pytest.mark.gpu
