@@ -57,7 +57,7 @@ more of them run at the same time, which makes the kernel 3 % faster on an H200.
 ROW_TILES = {"gate_up": (8, 256, 2, 3), "biased": (16, 256, 4, 1), "down": (8, 128, 1, 4), "frozen": (4, 256, 1, 3)}
 """For a single row: number of results per tile, number of columns per step, number of warps, and number of steps in
 flight. "biased" is for dense gate and up matrices with biases. Their kernel alone is 8 % faster with the tiles of
-"gate_up", but a decoding step of gpt-oss-20b was slower."""
+"gate_up", but whole decoding steps with these tiles remain to be measured."""
 
 
 @triton.jit
