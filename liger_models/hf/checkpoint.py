@@ -298,8 +298,7 @@ class Checkpoint(Loading):
         if push_to_hub:
             check_upload(hf_model)
         # Some options are for the upload, and all other known options have no effect.
-        upload = {name: options.pop(name) for name in UPLOAD & options.keys()}
-        usual = {"safe_serialization", "save_peft_format", "save_original_format", "save_function"}
+        usual = UPLOAD | {"safe_serialization", "save_peft_format", "save_original_format", "save_function"}
         unknown = sorted(name for name in options.keys() - usual if options[name] not in (None, False))
         if unknown:
             raise ValueError(f"save_pretrained: options must be known ones, got {', '.join(unknown)}. Leave them out.")
@@ -331,7 +330,7 @@ class Checkpoint(Loading):
         config.architectures, config.dtype = [type(self).__name__], tensors["embed_tokens.weight"].dtype
         assets = {GENERATION_CONFIG: self.generation_config.to_json_string().encode()}
         decoder.assets = decoder.assets | assets
-        with uploads(hf_model, save_directory, upload if push_to_hub else None):
+        with uploads(hf_model, save_directory, push_to_hub, options):
             save_pretrained(
                 decoder, save_directory, max_shard_size=max_shard_size, auto_map=auto_map, hf_config=to_json(config),
                 tensors=tensors,
@@ -591,28 +590,31 @@ def writes(is_main_process: bool | None, *, sharded: bool = False) -> bool:
 
 
 @contextmanager
-def uploads(model: Any, folder: str | os.PathLike[str], options: dict[str, Any] | None) -> Iterator[None]:
+def uploads(
+    model: Any, folder: str | os.PathLike[str], push_to_hub: bool, options: Mapping[str, Any]
+) -> Iterator[None]:
     """Context manager that uploads the files that are written into a folder, on rank 0.
 
     Args:
         model: a model of transformers.
         folder: the folder. It is created if it does not exist.
-        options: arguments of ``push_to_hub``; None for no upload.
+        push_to_hub: whether to upload anything.
+        options: arguments of the method ``push_to_hub``. All other names are ignored.
     """
-    if options is None or rank() != 0:
+    if not push_to_hub or rank() != 0:
         yield
         return
     # Create the repository before anything is written.
-    options = {"repo_id": None, "token": None, "private": None, "tags": None, **options}
-    repo_id, private, tags = (options.pop(name) for name in ("repo_id", "private", "tags"))
-    token = options["token"]
+    given = {name: options.get(name) for name in UPLOAD}
+    repo_id, private, tags = (given.pop(name) for name in ("repo_id", "private", "tags"))
+    token = given["token"]
     repo_id = HfApi().create_repo(repo_id or Path(folder).name, private=private, token=token, exist_ok=True).repo_id
     Path(folder).mkdir(parents=True, exist_ok=True)
     earlier = model._get_files_timestamps(folder)
     yield
     card = create_and_tag_model_card(repo_id, tags or model.model_tags, token=token)
     card.save(Path(folder) / "README.md")
-    model._upload_modified_files(folder, repo_id, earlier, **options)
+    model._upload_modified_files(folder, repo_id, earlier, **given)
 
 
 def check_upload(model: nn.Module) -> None:

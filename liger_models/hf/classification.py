@@ -135,12 +135,12 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
 
         if not is_writer:
             return
-        upload = {name: options.pop(name) for name in UPLOAD & options.keys()}
+        others = {name: options[name] for name in options.keys() - UPLOAD}
 
         def write(folder: Path) -> None:
-            PreTrainedModel.save_pretrained(self, folder, True, tensors, False, max_shard_size, **options)
+            PreTrainedModel.save_pretrained(self, folder, True, tensors, False, max_shard_size, **others)
 
-        with uploads(self, save_directory, upload if push_to_hub else None):
+        with uploads(self, save_directory, push_to_hub, options):
             write_checkpoint(Path(save_directory), write)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

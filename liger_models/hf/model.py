@@ -27,7 +27,6 @@ from liger_models.generation.engine_routing import select_routing
 from liger_models.hf.adapted import Adaptable
 from liger_models.hf.cache import LigerCache
 from liger_models.hf.checkpoint import (
-    UPLOAD,
     Checkpoint,
     Loading,
     Mismatch,
@@ -394,8 +393,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
                 config.save_pretrained(folder)
                 save_torch_state_dict(tensors, folder, max_shard_size=max_shard_size)
 
-            upload = {name: options[name] for name in UPLOAD & options.keys()}
-            with uploads(self, save_directory, upload if push_to_hub else None):
+            with uploads(self, save_directory, push_to_hub, options):
                 write_checkpoint(Path(save_directory), write)
 
     def forward(

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
 def arguments(folder: Path, output: Path, **options: Any) -> list[str]:  # noqa: F811
-    """Of the command, for a run of four steps on the CPU."""
+    """Return the arguments of the command for a run of four steps on the CPU."""
     given = {"model": folder / "checkpoint", "data": folder / "text.jsonl", "output": output, "length": 128, "steps": 4}
     given |= {"lr": 3e-3, "save_every": 2, "log_every": 1, "batch_size": 2, "export_dtype": "float32", "workers": 0}
     return [f"--{name.replace('_', '-')}={value}" for name, value in {**given, **options}.items()]

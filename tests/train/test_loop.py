@@ -354,7 +354,7 @@ def train_adapters(folder: Path, output: str, **options: Any) -> None:
 
 
 def stopped_in_the_middle(folder: Path, whole: str, output: str) -> None:
-    """What a run leaves that dies after its checkpoint of step 2."""
+    """Copy what is left of a run that was killed after its checkpoint of step 2."""
     left_out = shutil.ignore_patterns("adapter", "model", "step-00000004")
     shutil.copytree(folder / whole, folder / output, ignore=left_out)
     (folder / output / "latest").write_text("step-00000002\n")
