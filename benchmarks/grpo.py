@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from .clock import now, peak_gib
 from .options import add_batch, add_model, add_modes, add_steps
@@ -83,6 +84,7 @@ def even(answer: Any) -> float:
 def our_steps(model: Any, vocabulary: int, rows: int, length: int, new: int) -> Iterator[Times]:
     """Run steps with this package, and yield the times of each step."""
     from liger_models import LigerFusedLinearGRPOLoss
+    from liger_models.data import pack_answers
 
     grpo = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -96,35 +98,44 @@ def our_steps(model: Any, vocabulary: int, rows: int, length: int, new: int) -> 
         )
         sampled = now()
 
-        # The batch [rows, length + new]. The log-probability of a token is stored at the token before it.
-        repeated = [prompt for prompt in prompts for _ in range(GROUP)]
-        pairs = zip(repeated, answers, strict=True)
-        ids = torch.stack([torch.cat([prompt, answer.tokens]) for prompt, answer in pairs])
-        old = pad(torch.stack([answer.log_probs for answer in answers]), (length - 1, 1))
+        # The advantage of an answer is relative to its group.
         rewards = torch.tensor([even(answer.tokens) for answer in answers]).view(-1, GROUP)
-        advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
-        labels = ids.index_fill(1, torch.arange(length), -100)
+        advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).flatten()
 
-        # Train on the batch in micro-batches.
-        batch = (tensor.to(model.device) for tensor in (ids, labels, old, advantages.flatten()))
-        for micro_batch in zip(*(tensor.split(MICRO_BATCH) for tensor in batch), strict=True):
-            train_on(model, grpo, *micro_batch, share=MICRO_BATCH / rows)
+        # Train in micro-batches, in which the answers to a prompt share the prompt's tokens.
+        for first in range(0, rows, MICRO_BATCH):
+            part = slice(first, first + MICRO_BATCH)
+            batch, tokens = pack_answers(
+                prompts[first // GROUP : (first + MICRO_BATCH) // GROUP], [answer.tokens for answer in answers[part]]
+            )
+            old = pad_sequence([answer.log_probs for answer in answers[part]], batch_first=True)
+            old = pad(old, (0, tokens.shape[1] - old.shape[1]))
+            given = (tensor.to(model.device) for tensor in (tokens, old, advantages[part]))
+            batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+            train_on(model, grpo, batch, *given, share=MICRO_BATCH / rows)
         optimizer.step()
         optimizer.zero_grad()
         yield sampled - begun, now() - sampled
 
 
 def train_on(
-    model: Any, grpo: Callable[..., Any], ids: Tensor, labels: Tensor, old: Tensor, advantages: Tensor, share: float
-) -> None:
-    """Add the gradients of a micro-batch that has the given share of all answers."""
-    loss, _ = model(
-        ids,
-        labels=labels,
-        loss_function=lambda x, weight, target: grpo(
-            x, weight, target, target != -100, advantages, old_per_token_logps=old
-        ),
-    ).loss
+    model: Any, grpo: Callable[..., Any], batch: dict[str, Tensor], tokens: Tensor, old: Tensor, advantages: Tensor,
+    share: float,
+) -> None:  # fmt: skip
+    """Add the gradients of a micro-batch that has the given share of all answers.
+
+    Args:
+        batch, tokens: as `pack_answers` returns them.
+        old: [answers, n] fp32, log-probabilities of the answers' tokens under the sampling policy.
+        advantages: [answers].
+    """
+    from liger_models.layers.lm_head import select_tokens
+
+    def loss_function(x: Tensor, weight: Tensor, target: Tensor) -> Any:
+        x, target = select_tokens(x, target, tokens)
+        return grpo(x, weight, target, target != -100, advantages, old_per_token_logps=old)
+
+    loss, _ = model(**batch, loss_function=loss_function).loss
     (share * loss).backward()
 
 

@@ -7,4 +7,5 @@ from liger_models.data.packing import PackedRows as PackedRows
 from liger_models.data.pairs import PairDataset as PairDataset
 from liger_models.data.preference import preference_batch as preference_batch
 from liger_models.data.prompts import PromptDataset as PromptDataset
+from liger_models.data.sampled_answers import pack_answers as pack_answers
 from liger_models.data.tokens import TokenFile as TokenFile

@@ -279,7 +279,7 @@ def _has_wide_heads(call: AttentionCall) -> bool:
         return False
     on_triton = q.device.type in ACCELERATORS and q.dtype in TRITON_DTYPES
     modified = call.softcap is not None or call.sinks is not None or call.dropout != 0.0
-    causal = call.layout.causal and not call.layout.masks[call.window].later
+    causal = call.layout.causal and not call.layout.masks[call.window].later and call.layout.parents is None
     return on_triton and q.shape[1] > 1 and not modified and causal
 
 

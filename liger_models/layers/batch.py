@@ -12,7 +12,7 @@ from liger_models.common.errors import check_tensors, check_values, is_traced
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.layers.kv_cache import DecodeCache, Pages
-from liger_models.layers.masks import MOST_DOCUMENTS, Mask, Segments, document_mask, takes_segments, text_mask
+from liger_models.layers.masks import MOST_DOCUMENTS, Mask, Parents, Segments, document_mask, takes_segments, text_mask
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,6 +47,7 @@ class BatchLayout:
         spans: within `batch_invariant`, two int32 tensors [B · T]: the numbers of the first and the last key that
             each token attends to if there is no window. Keys are numbered as in `invariant_attention`. Outside of
             `batch_invariant`, None.
+        parents: the documents that packed documents continue; None if no document continues another.
         chunk: in the layout of chunked attention, the number of tokens per chunk; otherwise None.
         chunks: maps each chunk size of the attention layers to the layout for the layers with this size. In this
             layout, every chunk of a document counts as a document: tokens attend only to earlier tokens of their own
@@ -68,6 +69,7 @@ class BatchLayout:
     pages: Pages | None = None
     experts: tuple[Tensor, ...] = ()
     spans: tuple[Tensor, Tensor] | None = None
+    parents: Parents | None = None
     chunk: int | None = None
     chunks: Mapping[int, "BatchLayout"] = field(default_factory=dict)
 
@@ -105,6 +107,7 @@ class BatchLayout:
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        parents: Tensor | None = None,
         cache: DecodeCache | None = None,
         visible_until: Tensor | None = None,
         prefix: Tensor | None = None,
@@ -135,6 +138,10 @@ class BatchLayout:
             cu_seqlens: [n + 1] integers, the boundaries of packed documents in the B · T flattened tokens. The first
                 boundary is 0, and the boundaries never decrease. Tokens after the last boundary form another document.
                 A document that would span several rows of the batch is split at the row ends.
+            parents: [n] integers, for each document of ``cu_seqlens`` the index of its parent, or −1 for none. A
+                document continues its parent: its tokens also attend to all tokens of the parent, and its positions
+                follow those of the parent. Several documents may have the same parent, such as a prompt with several
+                answers. The parent must be an earlier document of the same row, without a parent of its own.
             cache: the decode cache that holds the preceding tokens.
             visible_until: [B, T] int64, ascending along T: for each token, the index of the last token that it
                 attends to, which may be a later token of the same image. By default, this is the token itself.
@@ -159,14 +166,19 @@ class BatchLayout:
             raise ValueError(
                 "forward: attention_mask and cu_seqlens exclude each other, got both. Packed batches need no mask."
             )
+        if parents is not None:
+            _check_parents(parents, cu_seqlens, (B, T), alone=cache is None and visible_until is None)
         if cache is not None and cu_seqlens is not None and (not cache.takes_documents or past):
             raise ValueError("forward: cu_seqlens can't be used with a decode cache. Pass one of the two.")
 
         # Number the documents, and count positions from the start of each document. Padding is a separate document.
-        documents = index = positions = None
+        documents = index = positions = continued = None
         if cu_seqlens is not None:
             documents, index = number_documents(cu_seqlens, B, T, device)
             positions = index
+            if parents is not None:
+                continued = _follow(parents, cu_seqlens, documents, index)
+                positions = continued.places
         elif attention_mask is not None:
             documents = _documents_of_mask(attention_mask, B, past, T, device)
         if position_ids is not None:
@@ -181,7 +193,7 @@ class BatchLayout:
         segments, few = None, cu_seqlens is None or len(cu_seqlens) - 1 <= MOST_DOCUMENTS * B
         alone = cache is None or cu_seqlens is not None  # no cached tokens
         text = visible_until is None or cls.images_need_window
-        if attention_mask is None and alone and text and few and takes_segments(device, dtype):
+        if attention_mask is None and alone and text and few and parents is None and takes_segments(device, dtype):
             segments = Segments.of_rows(B, T, cu_seqlens, device)
         bounds = None
         if needs_bounds and cu_seqlens is not None:
@@ -199,7 +211,9 @@ class BatchLayout:
                 continue
             until = None if window is None and cls.images_need_window else visible_until
             alternative = segments if until is None else None
-            masks[window] = text_mask(documents, past, window, B, T, device, needed, until, alternative, prefix)
+            masks[window] = text_mask(
+                documents, past, window, B, T, device, needed, until, alternative, prefix, continued
+            )
 
         # Compute cos and sin of every rotary embedding once for all layers.
         count = 1 if cu_seqlens is None else len(cu_seqlens)  # larger than every document number
@@ -219,7 +233,7 @@ class BatchLayout:
                 )
             spans = _spans(documents, B, T, past, device, pages)
         options: dict[str, Any] = {"causal": causal, "attention_mask": attention_mask, "bounds": bounds}
-        options |= {"pages": pages, "spans": spans, **extra}
+        options |= {"pages": pages, "spans": spans, "parents": continued, **extra}
         layout = cls(positions, tables, documents, past, cache, masks, **options)
         if not chunks:
             return layout
@@ -387,6 +401,55 @@ def _check_rising(positions: Tensor, attention_mask: Tensor | None) -> None:
         "forward: position_ids must rise along each row, got a restart, which does not separate packed documents. Pass "
         "their bounds as cu_seqlens, or collate with DataCollatorWithFlattening(return_flash_attn_kwargs=True).",
     )
+
+
+def _check_parents(parents: Tensor, cu_seqlens: Tensor | None, shape: tuple[int, int], *, alone: bool) -> None:
+    """Raise ValueError unless each document of a batch of ``shape`` (B, T) may continue its parent.
+
+    Args:
+        parents, cu_seqlens: as in `BatchLayout.build`.
+        alone: whether there is neither a decode cache nor a token that attends to later tokens.
+    """
+    if cu_seqlens is None or not alone or is_batch_invariant():
+        raise ValueError(
+            "forward: parents needs cu_seqlens, and can't be combined with a decode cache, images or "
+            "deterministic_forward. Give each document the tokens of its parent instead."
+        )
+    dtype, n = parents.dtype, len(cu_seqlens) - 1
+    if tuple(parents.shape) != (n,) or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        raise ValueError(
+            f"forward: parents must hold one integer for each of the {n} documents of cu_seqlens, got "
+            f"{list(parents.shape)} {dtype}."
+        )
+    bounds = cu_seqlens.to(parents.device, torch.int64)
+    numbers = parents.long()
+    has_parent = numbers >= 0
+    parent = numbers.clamp(min=0, max=max(n - 1, 0))
+    # The first token of the parent and the last token of the document must be in the same row.
+    T = max(shape[1], 1)
+    one_row = bounds[parent] // T == (bounds[1:] - 1) // T
+    earlier = (numbers < torch.arange(n, device=parents.device)) & (numbers[parent] < 0)
+    check_values(
+        (~has_parent | (earlier & one_row)).all() & (numbers >= -1).all(),
+        "forward: parents must hold −1, or the index of an earlier document in the same row that has no parent itself, "
+        "got another number. Number the documents of cu_seqlens from 0.",
+    )
+
+
+def _follow(parents: Tensor, cu_seqlens: Tensor, documents: Tensor, index: Tensor) -> Parents:
+    """Look up the parent of each token's document.
+
+    Args:
+        parents, cu_seqlens: as in `BatchLayout.build`.
+        documents, index: [B, T] int64, the number of each token's document, and the index of the token in it.
+    """
+    device, n = documents.device, len(cu_seqlens) - 1
+    # Tokens after the last boundary belong to document n, which has no parent.
+    own = torch.arange(n + 1, device=device)
+    numbers = F.pad(parents.to(device, torch.int64), (0, 1), value=-1)
+    lengths = F.pad(cu_seqlens.to(device, torch.int64).diff(), (0, 1))
+    before = torch.where(numbers < 0, 0, lengths[numbers.clamp(min=0)])  # length of the parent
+    return Parents(torch.where(numbers < 0, own, numbers)[documents], index + before[documents])
 
 
 def _lengths(positions: Tensor, documents: Tensor | None, count: int) -> Tensor | None:

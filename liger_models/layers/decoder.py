@@ -568,6 +568,7 @@ class Decoder(nn.Module):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        parents: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
         return_logits: bool | None = None,
@@ -588,7 +589,7 @@ class Decoder(nn.Module):
             input_ids: [B, T] int64.
             labels: [B, T] int64, unshifted; labels of −100 are ignored. Padding, the last token of a row and the
                 last token of a packed document have no target.
-            position_ids, attention_mask, cu_seqlens: see `BatchLayout.build`.
+            position_ids, attention_mask, cu_seqlens, parents: see `BatchLayout.build`.
             inputs_embeds: [B, T, C], embeddings that replace ``input_ids``.
             num_items_in_batch: number by which the summed loss is divided, by default the number of targets in this
                 batch. With gradient accumulation or several ranks, pass the number of targets in all accumulation steps
@@ -625,7 +626,7 @@ class Decoder(nn.Module):
         cu_seqlens = take_cu_seqlens(cu_seqlens, {"cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k})
         embeds, layout = self.prepare(
             input_ids, position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens,
-            inputs_embeds=inputs_embeds, cache=cache,
+            parents=parents, inputs_embeds=inputs_embeds, cache=cache,
         )  # fmt: skip
         return self.run(
             embeds, layout, labels=labels, num_items_in_batch=num_items_in_batch, return_logits=return_logits,
@@ -640,6 +641,7 @@ class Decoder(nn.Module):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        parents: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         cache: DecodeCache | None = None,
     ) -> tuple[Tensor, BatchLayout]:
@@ -649,8 +651,8 @@ class Decoder(nn.Module):
         """
         embeds, shape = self.embed(input_ids, inputs_embeds)
         layout = self.layout(
-            shape, embeds, position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache,
-            **self.layout_inputs(input_ids, embeds, shape[1]),
+            shape, embeds, position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens,
+            parents=parents, cache=cache, **self.layout_inputs(input_ids, embeds, shape[1]),
         )  # fmt: skip
         return embeds, layout
 
@@ -686,6 +688,12 @@ class Decoder(nn.Module):
         # Attention with sinks has a fused kernel only in half precision. In other dtypes, its layers need a mask.
         if embeds.device.type in ACCELERATORS and not takes_segments(embeds.device, embeds.dtype):
             windows = {window: needed or window in self._needs_flash for window, needed in windows.items()}
+        if options.get("parents") is not None and not self.takes_parents:
+            raise ValueError(
+                f"forward: parents needs a text model whose layers are causal attention, without chunks and without "
+                f"rotary embeddings that depend on lengths, got {type(self).__name__}. Give each document the tokens of "
+                "its parent instead."
+            )
         if self.bidirectional:
             if options.get("cache") is not None:
                 raise ValueError(
@@ -697,6 +705,17 @@ class Decoder(nn.Module):
             shape, embeds.device, rotary, windows=windows, needs_bounds=self.needs_bounds, dtype=embeds.dtype,
             chunks=self._chunks, **options,
         )  # fmt: skip
+
+    @property
+    def takes_parents(self) -> bool:
+        """Whether a packed document may continue another one; see ``parents`` of `BatchLayout.build`.
+
+        Recurrent layers, attention in chunks, models with images, and rotary embeddings that depend on the length of a
+        document do not support this.
+        """
+        reads_order = any(layer.recurrent or layer.needs_bounds for layer in layers_of(self.layers))
+        reads_lengths = any(getattr(table, "needs_lengths", False) for table in self.rotary.values())
+        return not (self._chunks or self.bidirectional or self.visual is not None or reads_order or reads_lengths)
 
     def stand_ins(self, layout: BatchLayout, like: Tensor) -> BatchLayout:
         """Return a layout for running one block alone. Placeholders in this layout replace the tensors that other

@@ -34,7 +34,7 @@ aligned to 16 bytes, as fast matrix products require.
 
 
 class _Rows(torch.autograd.Function):
-    """Selects rows of x [N, C] by their indices, which must all be different."""
+    """Selects rows of x [N, C] by their indices. Indices may only be equal if the gradients of their rows are 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
@@ -159,13 +159,28 @@ class LabeledTokens:
         if self.rows is None:
             order = (target == -100).to(torch.uint8).argsort(dim=1, stable=True)  # tokens with a target come first
             self.rows = order[:, :n] + T * torch.arange(B, device=order.device)[:, None]
-        selected: Tensor = _Rows.apply(x.flatten(0, 1), self.rows.flatten())  # type: ignore[no-untyped-call]
-        others = (None if value is None else value.flatten()[self.rows] for value in (target, *values))
-        return selected.view(B, n, -1), *others
+        others = (None if value is None else value.flatten()[self.rows] for value in values)
+        return *select_tokens(x, target, self.rows), *others
 
     def spread(self, results: Tensor) -> Tensor:
         """Expand the results [B, n] for the tokens that `select` returned to [B, T], with zeros for other tokens."""
         return _spread(results, self.rows, self.shape)
+
+
+def select_tokens(x: Tensor, target: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the hidden states and the targets of tokens that are given by their indices.
+
+    Args:
+        x: [B, T, C].
+        target: [B, T] int64, shifted.
+        tokens: [n, m] int64, indices among all B · T tokens, such as those of `pack_answers`. A token that occurs more
+            than once must have no target.
+
+    Returns:
+        x [n, m, C] and the target [n, m].
+    """
+    selected: Tensor = _Rows.apply(x.flatten(0, 1), tokens.flatten())  # type: ignore[no-untyped-call]
+    return selected.view(*tokens.shape, -1), target.flatten()[tokens]
 
 
 class LigerLMHead(nn.Linear, Layer):

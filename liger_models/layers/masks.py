@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -150,6 +150,19 @@ def takes_segments(device: torch.device, dtype: torch.dtype | None, head_dim: in
     return takes_flash(dtype, head_dim) and device.type in ACCELERATORS and "scale" in VARLEN_OPTIONS
 
 
+class Parents(NamedTuple):
+    """The documents that packed documents continue; see ``parents`` of `BatchLayout.build`.
+
+    Attributes:
+        documents: [B, T] int64, for each token, the number of the document that the token's document continues. This
+            is the number of the token's own document if that document continues no other.
+        places: [B, T] int64, the index of each token in its document, counted from the start of the continued document.
+    """
+
+    documents: Tensor
+    places: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class Mask:
     """The mask of all layers with the same window, in one of several forms.
@@ -185,6 +198,7 @@ def text_mask(
     visible_until: Tensor | None = None,
     segments: Segments | None = None,
     prefix: Tensor | None = None,
+    parents: Parents | None = None,
 ) -> Mask:
     """Build the mask of a batch of text for the layers that share a window.
 
@@ -198,6 +212,8 @@ def text_mask(
         visible_until: [B, T] int64; see `BatchLayout.build`.
         segments: the packed documents as segments if variable-length attention supports the batch; otherwise None.
         prefix: [B, T] bool, whether a token is exempt from the window; see `BatchLayout.build`.
+        parents: the documents that the documents continue; None if no document continues another. It must not be
+            combined with cached tokens, ``visible_until``, ``segments`` and ``prefix``.
     """
     if T == 1 and documents is None:
         return Mask()  # a single token attends to the whole cache, or to the window that `attention` cuts from it
@@ -209,18 +225,23 @@ def text_mask(
         return Mask(segments=segments)
     # On an accelerator, build a block mask instead of a T × T tensor.
     if T > 1 and device.type in ACCELERATORS:
-        block = _block_mask(documents, past, window, B, T, device, visible_until, prefix)
+        block = _block_mask(documents, past, window, B, T, device, visible_until, prefix, parents)
         return Mask(block=block, later=visible_until is not None)
     # On the CPU, and for a single token, the mask is dense: [1 or B, 1, T, S].
     query = torch.arange(past, past + T, device=device)[:, None]
     key = torch.arange(past + T, device=device)
     visible = query >= key if visible_until is None else (visible_until[:, None, :, None] + past) >= key
     if window is not None:
-        near = query - key < window
+        distance = query - key if parents is None else parents.places[:, None, :, None] - parents.places[:, None, None, :]
+        near = distance < window
         visible = visible & (near if prefix is None else near | prefix[:, None, :, None])
     dense = visible if visible.dim() == 4 else visible[None, None]
     if documents is not None:
-        dense = dense & (documents[:, None, past:, None] == documents[:, None, None, :])
+        of_key = documents[:, None, None, :]
+        related = documents[:, None, past:, None] == of_key
+        if parents is not None:
+            related = related | (parents.documents[:, None, :, None] == of_key)
+        dense = dense & related
     return Mask(dense=dense, later=visible_until is not None)
 
 
@@ -260,6 +281,7 @@ def _block_mask(
     device: torch.device,
     visible_until: Tensor | None = None,
     prefix: Tensor | None = None,
+    parents: Parents | None = None,
 ) -> "BlockMask":
     """Build the result of `text_mask` as a block mask, the form that flex_attention takes.
 
@@ -274,9 +296,14 @@ def _block_mask(
 
     def visible(b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         last = q if visible_until is None else visible_until[b, q]
-        near = q + start - k < reach
+        near = (q + start - k if parents is None else parents.places[b, q] - parents.places[b, k]) < reach
         seen = (last + start >= k) & (near if prefix is None else near | prefix[b, q])
-        return seen if documents is None else seen & (documents[b, q + start] == documents[b, k])
+        if documents is None:
+            return seen
+        related = documents[b, q + start] == documents[b, k]
+        if parents is not None:
+            related = related | (parents.documents[b, q] == documents[b, k])
+        return seen & related
 
     # Find the blocks of 128 × 128 pairs that have at least one visible pair, and the blocks that have only visible
     # pairs.
@@ -301,6 +328,14 @@ def _block_mask(
         k_low, k_high = (x[:, None, :] for x in _block_range(documents))
         some = some & (q_low <= k_high) & (k_low <= q_high)
         every = every & (q_low == k_high) & (k_low == q_high) & (q_low == q_high)
+        if parents is not None:
+            # The queries also attend to earlier blocks of the continued documents, at distances counted along the text.
+            p_low, p_high = (x[:, :, None] for x in _block_range(parents.documents))
+            first, last = _block_range(parents.places)
+            whole = (query_end - query == BLOCK)[:, None] & (key_end - key == BLOCK) & (nearest >= 0)
+            whole = whole & (last[:, :, None] - first[:, None, :] < reach)
+            some = some | ((furthest >= 0) & (p_low <= k_high) & (k_low <= p_high))
+            every = every | (whole & (p_low == k_high) & (k_low == p_high) & (p_low == p_high))
     if some.dim() == 2:
         some, every = some[None], every[None]
     partial, full = _ordered(some & ~every), _ordered(some & every)

@@ -21,6 +21,7 @@ from liger_models.data.answers import padded
 from liger_models.data.batch import Batch, join_rows
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.prompts import PromptDataset
+from liger_models.data.sampled_answers import answer_tokens, pack_answers
 from liger_models.distributed.ranks import raise_on_all_ranks, world_size
 from liger_models.generation.deterministic import deterministic_forward
 from liger_models.generation.deterministic import refusal as deterministic_refusal
@@ -28,7 +29,7 @@ from liger_models.generation.options import UNFILTERED, resolve
 from liger_models.generation.rollout_checks import refusal
 from liger_models.generation.rollouts import free_memory
 from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs
-from liger_models.layers.lm_head import LabeledTokens
+from liger_models.layers.lm_head import select_tokens
 from liger_models.losses.grpo import TOKEN_MEANS, LigerFusedLinearGRPOLoss
 from liger_models.parallel.gathered import reshard, unsharded
 from liger_models.parallel.step import targets_per_rank
@@ -120,17 +121,20 @@ class GRPOObjective(Objective):
     def batch(self, model: CausalLM, rows: Any) -> Batch:
         """Sample ``num_generations`` answers to each prompt of a batch, and compute their rewards.
 
+        Answers share the tokens of their prompt (`pack_answers`) if the model and the options allow it. Otherwise each
+        answer follows a copy of its prompt.
+
         Returns:
-            Prompts and answers [B, T], ``rewards`` [B] and ``advantages`` [B], with B = prompts x num_generations. With
-            ``replay_routing``, the batch also has ``routed_experts`` [B, T, layers, k], the experts that each token was
-            routed to. With ``deterministic_rollouts``, a batch that is used for several steps also has ``old`` [B, T],
-            the log-probabilities under the policy that sampled the answers.
+            The inputs of a forward, and for B = prompts x num_generations answers: ``answer_tokens`` [B, n], see
+            `pack_answers`, ``rewards`` [B] and ``advantages`` [B]. With ``replay_routing``, the inputs include the
+            experts that each token was routed to. With ``deterministic_rollouts``, a batch that is used for several
+            steps also has ``old`` [B, n], the log-probabilities under the policy that sampled the answers.
         """
         # Sample answers, and compare each reward with the rewards of the other answers to the same prompt.
         answers, experts, log_probs, drafted = self._answers(model, rows)
         reshard(model)
+        prompts = [row["ids"] for row in rows]
         rows = [row for row in rows for _ in range(self.generations)]
-        prompts, pixels = [row["ids"] for row in rows], [row["pixels"] for row in rows]
         with raise_on_all_ranks():
             numbers = self._rewards(model, [row["example"] for row in rows], answers)
         # In float64, because rewards may be large and differ by little. [B] -> [prompts, num_generations]
@@ -140,28 +144,45 @@ class GRPOObjective(Objective):
         if self.scales:
             advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
 
-        # Each of the B rows is a prompt, whose tokens have no label, followed by an answer. The bitwise complement of
-        # a token id marks a token without a label.
-        pairs = zip(prompts, answers, strict=True)
-        documents = [torch.tensor([*(~token for token in prompt), *answer], device="cpu") for prompt, answer in pairs]
-        batch = padded(documents, max(map(len, documents)), model.tokenizer.padding_id, pixels)
-        T = batch["input_ids"].shape[1]
+        filler, experts = model.tokenizer.padding_id, experts if self.replays else []
+        if self._shares_prompts(model):
+            batch, tokens = pack_answers(prompts, answers, filler=filler, routed_experts=experts)
+        else:
+            batch, tokens = self._with_copies(rows, answers, filler, experts)
         # A placeholder in an answer has no image, so the model would refuse it. It stays a label, and the tokens after
         # it see padding instead.
         placeholders = torch.tensor(placeholder_ids(model.config), dtype=torch.int64, device="cpu")
         sampled = torch.isin(batch["labels"], placeholders)
-        batch["input_ids"] = batch["input_ids"].masked_fill(sampled, model.tokenizer.padding_id)
-        if self.replays:  # [B, T, L, K]
-            padding = (0, 0, 0, 0, 0)
-            batch["routed_experts"] = torch.stack([F.pad(ids, (*padding, T - len(ids)), value=-1) for ids in experts])
+        batch["input_ids"] = batch["input_ids"].masked_fill(sampled, filler)
+        batch["answer_tokens"] = tokens
         if self.deterministic and self.repeats > 1 and self.temperature == 1:
-            # The log-probability of a token is stored at the position of the token before it.
-            starts = [len(prompt) - 1 for prompt in prompts]
-            rows_of = zip(starts, log_probs, strict=True)
-            batch["old"] = torch.stack([F.pad(row, (start, T - start - len(row))) for start, row in rows_of])
+            batch["old"] = torch.stack([F.pad(row, (0, tokens.shape[1] - len(row))) for row in log_probs])
         if drafted is not None:
             batch["drafted"] = drafted
         return {**batch, "rewards": rewards.float(), "advantages": advantages.float().flatten()}
+
+    def _shares_prompts(self, model: CausalLM) -> bool:
+        """Return whether answers share the tokens of their prompt in a batch."""
+        models = [model, *([] if self.reference.model is None else [self.reference.model])]
+        return not self.deterministic and all(model.takes_parents for model in models)
+
+    @staticmethod
+    def _with_copies(rows: Any, answers: list[list[int]], filler: int, experts: list[Tensor]) -> tuple[Batch, Tensor]:
+        """Return a batch in which each row is a prompt and one answer, and the tokens that predict the answers.
+
+        The arguments and results are like those of `pack_answers`, except that ``rows`` has a prompt, which may have
+        images, for each answer.
+        """
+        # The prompt's tokens have no label. The bitwise complement of a token id marks a token without a label.
+        pairs = [(row["ids"], answer) for row, answer in zip(rows, answers, strict=True)]
+        documents = [torch.tensor([*(~token for token in prompt), *answer], device="cpu") for prompt, answer in pairs]
+        batch = padded(documents, max(map(len, documents)), filler, [row["pixels"] for row in rows])
+        T = batch["input_ids"].shape[1]
+        if experts:  # [B, T, L, K]
+            padding = (0, 0, 0, 0, 0)
+            batch["routed_experts"] = torch.stack([F.pad(ids, (*padding, T - len(ids)), value=-1) for ids in experts])
+        starts = [number * T + len(prompt) - 1 for number, (prompt, _) in enumerate(pairs)]
+        return batch, answer_tokens(starts, [len(answer) for answer in answers])
 
     def _answers(self, model: CausalLM, rows: Any) -> tuple[list[list[int]], list[Any], list[Tensor], Tensor | None]:
         """Sample ``num_generations`` answers to each prompt, each up to and including its stop token.
@@ -248,11 +269,10 @@ class GRPOObjective(Objective):
         """
         inputs = {name: tensor for name, tensor in batch.items() if name in INPUTS}
         replayed = {"routed_experts": batch["routed_experts"]} if self.replays else {}
-        tokens = LabeledTokens(batch["labels"])
 
         def head_log_probs(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-            kept, kept_target = tokens.select(x, target)
-            return tokens.spread(self._log_probs(kept, weight, kept_target))
+            x, target = select_tokens(x, target, batch["answer_tokens"])
+            return self._log_probs(x, weight, target)
 
         def log_probs(model: CausalLM, **more: Tensor) -> Tensor:
             values: Tensor = model(**inputs, **more, loss_function=head_log_probs).loss
@@ -268,10 +288,10 @@ class GRPOObjective(Objective):
             batch["reference"] = self.reference(model, log_probs)
 
         def policy_loss(x: Tensor, weight: Tensor, target: Tensor) -> Any:
-            x, target, reference, old = tokens.select(x, target, batch.get("reference"), batch.get("old"))
+            x, target = select_tokens(x, target, batch["answer_tokens"])
             return self.function(
                 x, weight, target, target != -100, batch["advantages"], num_items_in_batch=num_items,
-                ref_per_token_logps=reference, old_per_token_logps=old,
+                ref_per_token_logps=batch.get("reference"), old_per_token_logps=batch.get("old"),
             )  # fmt: skip
 
         with self._forward(model):

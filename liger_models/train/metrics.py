@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.utils.tqdm import tqdm
-from torch import nn
+from torch import Tensor, nn
 
 from liger_models.convert.folder import reporting
 from liger_models.data.batch import Batch
@@ -40,7 +40,7 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
         model: the model, sharded or not. If ranks share a batch (`apply_tp`, `apply_cp`), each of them is assumed to
             do an equal share of the work.
         batches: batches of a `PackedDataset`. They must be on the CPU, because this function reads their
-            ``cu_seqlens``.
+            ``cu_seqlens`` and ``parents``.
     """
     # Tokens and targets of this rank, and the lengths of all documents.
     sharing = model.groups.sharded
@@ -48,7 +48,7 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
     all_tokens = sum(batch["input_ids"].numel() for batch in batches)
     tokens = all_tokens * share_of_rank
     targets = sum(int((batch.get("labels", batch["input_ids"]) != -100).sum()) for batch in batches) * share_of_rank
-    lengths = torch.cat([batch["cu_seqlens"].diff() for batch in batches]).double()
+    lengths, before_lengths = (torch.cat(parts).double() for parts in zip(*map(_lengths, batches), strict=True))
 
     # `rows` maps each module to the number of rows in its matrix products. The other dicts map each layer to its
     # attention, to the operations of its other parts, and to its share of active weights.
@@ -62,7 +62,8 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
     for module in model.modules():
         spec, work = attention.get(module), token_work.get(module, 0) * all_tokens
         if spec is not None:
-            work += spec.pair_flops * spec.pairs(lengths).sum().item()
+            pairs = spec.pairs(before_lengths + lengths) - spec.pairs(before_lengths)
+            work += spec.pair_flops * pairs.sum().item()
         if work:  # the output projection comes after attention
             inputs = (
                 weight for name, weight in module.named_parameters() if not name.startswith(("o_proj", "out_proj"))
@@ -77,6 +78,13 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
                 total += products * active.get(module, 1.0) * size * rows[module]
             before = before or weight.requires_grad
     return total
+
+
+def _lengths(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the lengths of a batch's documents, and the lengths of the documents that they continue, both [n]."""
+    lengths = batch["cu_seqlens"].diff()
+    parents = batch.get("parents", torch.full_like(lengths, -1))
+    return lengths, lengths[parents].masked_fill(parents < 0, 0)
 
 
 class Log:

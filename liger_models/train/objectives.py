@@ -89,7 +89,7 @@ class Reference:
         return log_probs
 
 
-INPUTS = frozenset({"input_ids", "labels", "cu_seqlens", *PromptInputs.__annotations__})
+INPUTS = frozenset({"input_ids", "labels", "cu_seqlens", "parents", *PromptInputs.__annotations__})
 """The keys of a batch that are arguments of a model's forward."""
 
 
