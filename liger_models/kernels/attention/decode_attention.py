@@ -4,8 +4,8 @@ Row b has n = lengths[b] tokens in the cache, including the new token. A page ho
 P of page table[b, j // P]. With a window, the new token sees token j if n − j is at most ``window``. With chunks, the
 new token sees token j if j and n − 1 are in the same chunk of ``chunk`` tokens. Without a window and without chunks,
 the new token sees all n tokens. The score of token j is s_j = scale · q · k_j or, with a softcap c, s_j = c ·
-tanh(scale · q · k_j / c). z is the sink of the head; without sinks, exp(z) = 0. The sums are over the tokens that the
-new token sees, and are computed in fp32::
+tanh(scale · q · k_j / c). z is the head's sink, an additional score without a key; without sinks, exp(z) = 0. The sums
+are over the tokens that the new token sees, and are computed in fp32::
 
     lse = log(Σ_j exp(s_j) + exp(z))
     o   = Σ_j exp(s_j − lse) · v_j
@@ -39,13 +39,14 @@ from liger_models.kernels.tiles import cdiv, contiguous_rows, dot_precision, nex
 
 PROGRAMS_PER_SM = 2
 MOST_PARTS = 128
-"""Number of programs per multiprocessor among which the keys of all rows are divided, and maximum number of programs
-for one row and KV head."""
+"""The keys of all rows are divided among about `PROGRAMS_PER_SM` programs per multiprocessor. The keys of a row and a
+KV head are divided into at most `MOST_PARTS` parts."""
 
 STEP_BYTES = 2**14
 STAGES = 3
-"""Number of bytes of keys, and also of values, that a program loads per step, and number of steps in flight. With these
-numbers, a program takes 96 KB of shared memory, so two programs fit into a multiprocessor of an H200."""
+"""A program loads up to `STEP_BYTES` bytes of keys and as many bytes of values per step. `STAGES` is the number of
+steps in flight. With these numbers, a program takes 96 KB of shared memory, so two programs fit into a multiprocessor
+of an H200."""
 
 LEAST_ROWS = 16
 """Minimum number of heads in a matrix product. A smaller group of heads is padded."""
@@ -55,10 +56,10 @@ MOST_QUERIES = 2**13
 elements, they are divided among several programs, which all read the keys."""
 
 MOST_LATENT_QUERIES, LATENT_BYTES = 2**15, 2**16
-"""For values that are columns of the keys: maximum number of elements in a program's queries, and twice the number of
-bytes that a program loads per step from the first V columns of the keys. These numbers (64 rows of 512 columns, and 32
-keys of 576 columns) replace MOST_QUERIES and STEP_BYTES in half precision on GPUs with enough shared memory (Hopper,
-Blackwell)."""
+"""These numbers apply if the values are columns of the keys, in half precision on GPUs with enough shared memory
+(Hopper, Blackwell). `MOST_LATENT_QUERIES` then replaces `MOST_QUERIES`. A program loads `LATENT_BYTES` / 2 bytes per
+step from the first V columns of the keys. For keys of 576 columns and values of 512 columns, a program thus holds up to
+64 query heads, and loads 32 keys per step."""
 
 COMBINED_COLUMNS = 128
 """Number of columns of a head that a program of the second kernel combines."""
@@ -236,7 +237,8 @@ def _decode_attention(
     if not out.numel():
         return out
 
-    # Choose the number of query heads per program and the number of keys per step, which must not exceed a page.
+    # Choose the number of query heads per program and the number of keys per step. The keys of a step must be in one
+    # page.
     block_v = max(next_power_of_2(V), 16)
     block_d = block_v if latent else max(next_power_of_2(D), 16)
     block_rest = max(next_power_of_2(D - V), 16) if latent else 0
@@ -293,7 +295,7 @@ def decode_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute the attention of the last token of each row to all tokens of the row in a paged cache.
+    """Compute the attention of the last token of each row to the tokens of this row in a paged cache.
 
     The op has no backward.
 
@@ -317,8 +319,8 @@ def decode_attention(
         [B, H, V] in the dtype of q.
 
     Raises:
-        ValueError: shapes do not match, heads are wider than 576, the window or the chunk is below 1, or a window and a
-            chunk are given.
+        ValueError: shapes do not match, heads are wider than 576, the window or the chunk is below 1, both a window and
+            a chunk are given, or P is not a power of two of at least 16.
         TypeError: the tensors are not floating-point or differ in dtype, or table and lengths are not int32.
     """
     op = "decode_attention"

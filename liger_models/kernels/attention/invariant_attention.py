@@ -1,21 +1,22 @@
 """Batch-invariant causal attention: a token's result is bitwise identical in training, prefill and decoding.
 
-Token i sees the keys from max(first_i, last_i − window + 1) to last_i, where first_i is the start of the token's
-document, and last_i is the token's own position. The score of key j is s_j = scale · q · k_j or, with a softcap c, s_j
-= c · tanh(scale · q · k_j / c). z is the sink of the head; without sinks, exp(z) = 0. All sums are in fp32::
+Token i sees the keys from first_i to last_i, where first_i is the start of the token's document, and last_i is the
+token's own position. With a window, the first of these keys is max(first_i, last_i − window + 1). The score of key j is
+s_j = scale · q · k_j or, with a softcap c, s_j = c · tanh(scale · q · k_j / c). z is the head's sink, an additional
+score without a key; without sinks, exp(z) = 0. All sums are in fp32::
 
     lse = log(Σ_j exp(s_j) + exp(z))
     o   = Σ_j exp(s_j − lse) · v_j
 
-The keys of a document are read in blocks, and the first block starts with the document's first token. All blocks with
-keys that a token sees are read by a single program, one after the other. The program computes the results of a group of
-heads that share keys, for a few tokens. If these tokens belong to several documents, the program reads the blocks of
+The keys of a document are read in blocks, and the first block starts with the document's first token. Each program
+computes the results of a few tokens, for a group of heads that share keys. The program reads all blocks with keys that
+these tokens see, one block after the other. If the tokens belong to several documents, the program reads the blocks of
 each document. If a block contains a key that a token does not see, the token's sums are multiplied by 1 and increased
 by 0 for this key, so they do not change. The result therefore does not depend on the other tokens of the program, or on
 whether the keys are contiguous or in pages. All matrix products have the same number of rows. With a different number
 of rows, the compiler might choose other instructions, which might add in a different order.
 
-There is no backward. `layers.attention` runs the backward of ordinary attention.
+There is no backward. `layers.attention_backends` runs the backward of ordinary attention.
 
 Source: https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2309.06180,
 https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference.
@@ -69,9 +70,9 @@ def invariant_attention_reference(
     sinks: Tensor | None = None,
     table: Tensor | None = None,
 ) -> Tensor:
-    """Compute `invariant_attention` in plain PyTorch, token by token, and in fp64 for fp64 inputs.
+    """Compute `invariant_attention` in plain PyTorch, token by token. If the inputs are fp64, so are all computations.
 
-    For each token, the keys and values that the token sees are copied.
+    For each token, the function copies the keys and values that the token sees.
     """
     (N, H, D), G, V = q.shape, k.shape[-2], v.shape[-1]
     compute = torch.promote_types(q.dtype, torch.float32)

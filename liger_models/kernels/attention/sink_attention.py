@@ -15,8 +15,7 @@ exp(s_ij − l'_i) and dS. From dS, the kernel computes dq, dk and dv in the sam
 
 PyTorch provides the flash-attention kernels. cuDNN's kernel runs where it is the fastest: for causal attention without
 a window and without documents, and with a sequence length that is a multiple of `CUDNN_STEP`. Otherwise, the
-variable-length kernel runs. The Triton kernels in this file turn o and l into y and l' in place, and compute the sums
-dz.
+variable-length kernel runs. The Triton kernels in this file overwrite o and l with y and l', and compute dz.
 
 The forward saves q, k, v, y, l' and the sinks [H]. Attention without sinks saves the same tensors, apart from the
 sinks.
@@ -36,7 +35,8 @@ from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 CUDNN_STEP = 128
-"""cuDNN runs only for lengths that are multiples of this number, because it builds a plan for every new length."""
+"""cuDNN runs only for sequence lengths that are multiples of this number. cuDNN builds a plan for every new length, and
+this condition limits the number of plans."""
 
 ROWS = 64
 """Number of tokens of one head that a program reads. If the head dimension is 64 and the dtype bf16, a thread holds
@@ -93,7 +93,7 @@ def _apply_sinks_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)
 
-    # Compute the new log-sum l' [ROWS].
+    # Compute the new log-sum-exp l' [ROWS].
     sink = tl.load(sinks_ptr + head).to(tl.float32)
     lse_at = lse_ptr + head.to(tl.int64) * N + rows
     lse = tl.load(lse_at, mask=rows < N, other=0.0)
@@ -130,8 +130,8 @@ def _grid(N: int, H: int, D: int) -> tuple[tuple[int, int], dict[str, int]]:
 
 
 def _cudnn_runs(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether cuDNN can compute the attention of q, k and v [B, T, heads, D], if there is no window and there
-    are no documents.
+    """Return whether cuDNN can compute the attention of q, k and v [B, T, heads, D], provided that there are neither a
+    window nor documents.
     """
     if not q.is_cuda or q.shape[1] % CUDNN_STEP or torch.version.hip is not None:
         return False
@@ -140,8 +140,7 @@ def _cudnn_runs(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _bounds(q: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> tuple[Tensor, int]:
-    """Return the bounds of the sequences, which PyTorch's variable-length kernel takes, and the length of the longest
-    sequence.
+    """Return the bounds of the sequences for PyTorch's variable-length kernel, and the length of the longest sequence.
 
     The sequences are the documents or, without ``cu_seqlens``, the rows of the batch.
     """
@@ -152,7 +151,9 @@ def _bounds(q: Tensor, cu_seqlens: Tensor | None, max_seqlen: int) -> tuple[Tens
 
 
 def _on_cpu(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, window: int) -> tuple[list[Tensor], Tensor]:
-    """For flash attention on the CPU, return q, k and v as [1, H, B · T, D], and an additive mask for the scores."""
+    """Return the inputs of PyTorch's flash attention on the CPU: q, k and v as [1, H, B · T, D], and an additive mask
+    for the scores.
+    """
     B, T, H, _ = q.shape
     heads = [x.reshape(1, B * T, *x.shape[2:]).transpose(1, 2) for x in (q, k, v)]
     visible = _visible(B, T, window or None, cu_seqlens, q.device)

@@ -1,7 +1,7 @@
-"""One kernel that computes the positions, slots and pages of the next tokens of each row in a paged cache.
+"""Computes the positions, slots and pages of each row's next tokens in a paged cache, with one kernel.
 
-Let ``table`` be the pages of a row with L cached tokens, and let P be the number of tokens per page. The i-th of the
-row's next n tokens (i < n) has the position p = L + offset + i::
+Let ``table`` be the pages of a row with L cached tokens, and let P be the number of tokens per page. The row's next n
+tokens are numbered from i = 0. Token i has the position p = L + offset + i::
 
     slot = table[p // P] · P + p % P          where the token is stored
     length = p + 1                            number of tokens that the token attends to
@@ -85,7 +85,7 @@ def token_slots(table: Tensor, lengths: Tensor, remaining: Tensor, *, n: int, of
         lengths: [rows] int32, number of cached tokens of each row.
         remaining: [rows] int64, number of tokens that each row has yet to generate. A row is idle if this number is 0.
         n: number of next tokens of each row.
-        offset: number of positions between the cached tokens and the first of the next tokens.
+        offset: number of positions between the last cached token and the first of the next tokens.
         page: P, the number of tokens per page.
 
     Returns:

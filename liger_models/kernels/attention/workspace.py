@@ -2,20 +2,21 @@
 
 The workspace is a stack of tiles [BLOCK_M queries, BLOCK_N keys]. The index of a tile in the stack is its *place*. One
 launch fills the workspace for a part of the queries and for some query heads. These query heads are called the *slots*
-of the launch. A tile has a place only if one of its queries sees one of its keys. Later queries see more keys, so a
-later query tile has more places than an earlier query tile. Query tiles are paired such that every pair sees about the
-same number of keys in total. The places of a slot then form a rectangle. If the number of query tiles is even, the last
-tile is paired with the first, the second to last with the second, and so on. If the number of query tiles is odd, the
-last tile has no partner, and the other tiles are paired in the same way. For example, query tiles 0 to 4 make 3 pairs
-with 5 places each. In the table below, each number is a place, and names the query tile to which the place belongs. The
-key tiles of a query tile are at consecutive places, in order::
+of the launch. A tile has a place only if, under the causal mask alone, at least one of its queries sees at least one of
+its keys. Later queries see more keys, so a later query tile has more places than an earlier query tile. Query tiles are
+paired such that every pair sees about the same number of keys in total. The places of a slot then form a rectangle. If
+the number of query tiles is even, the last tile is paired with the first, the second to last with the second, and so
+on. If the number of query tiles is odd, the last tile has no partner, and the other tiles are paired in the same way.
+For example, query tiles 0 to 4 make 3 pairs with 5 places each. The table below has one entry for each place. The entry
+is the number of the query tile to which the place belongs. The key tiles of a query tile are at consecutive places, in
+order::
 
     pair 0    4 4 4 4 4
     pair 1    3 3 3 3 0
     pair 2    2 2 2 1 1
 
-On the device, `first_place` maps a tile to its place, and `tile_at` maps a place to its tile. On the host, `launches`
-splits the heads and queries into launches.
+On the device, `first_place` maps a query tile to the place of its first key tile, and `tile_at` maps a place to its
+tile. On the host, `launches` splits the heads and queries into launches.
 """
 
 import math
@@ -28,10 +29,10 @@ from liger_models.kernels.dispatch import tl, triton
 from liger_models.kernels.tiles import cdiv
 
 PAIRS, LEAST_ROWS = 2**26, 2048
-"""PAIRS is the number of visible pairs of a query and a key for which the workspace holds p and ds. In half
-precision, p and ds take 4 bytes per pair. With more than 32768 keys, the workspace is larger, so that it holds at
-least `LEAST_ROWS` queries. In the forward, which writes only p, the workspace holds twice as many pairs. dk and dv
-are summed over launches in fp32."""
+"""In the backward, the workspace holds the attention weights p and the gradients ds of the scores for up to `PAIRS`
+visible pairs of a query and a key. In half precision, p and ds together take 4 bytes per pair. With more than 32768
+keys, the workspace is larger, so that it holds at least `LEAST_ROWS` queries. In the forward, which writes only p, the
+workspace holds twice as many pairs. dk and dv are summed over launches in fp32."""
 
 
 class Part(NamedTuple):
@@ -43,9 +44,9 @@ class Part(NamedTuple):
     Attributes:
         T: number of queries in a row of the batch.
         S: number of keys in a row of the batch. Query i is token i + S − T.
-        kv_head: index of the first KV head among the B · G KV heads of all rows.
-        query_head: index of the first query head of each KV head.
-        query_heads: number of query heads of each KV head.
+        kv_head: index of the launch's first KV head among the B · G KV heads of all rows.
+        query_head: index of the launch's first query head among the query heads of a KV head.
+        query_heads: number of query heads per KV head in the launch.
         query: index of the first query.
         tiles: number of query tiles.
         width: number of places per pair of query tiles.
@@ -131,15 +132,15 @@ def tile_at(
 
 
 class Launch(NamedTuple):
-    """The heads and queries that one launch processes. There are so few that all their attention weights fit into the
-    workspace.
+    """The heads and queries that one launch processes. All their attention weights fit into the workspace together.
 
     Attributes:
         part: the heads and queries.
         kv_heads: number of KV heads in this launch, out of the B · G KV heads of all rows.
         key_tiles: number of key tiles that the queries see.
-        later: whether the queries of an earlier launch see some of these keys, with query heads of the same KV heads.
-        finished: index of the first key tile that no query of a later launch sees.
+        later: whether an earlier launch has already summed dk and dv for these keys and KV heads. If so, this launch
+            adds to these sums.
+        finished: index of the first key tile for which no later launch adds to the sums of these KV heads.
     """
 
     part: Part
@@ -162,11 +163,10 @@ class Launch(NamedTuple):
 def parts_of_queries(
     T: int, S: int, block_m: int, block_n: int, matrices: int
 ) -> tuple[int, list[tuple[int, int, int]]]:
-    """Divide the queries into parts with about equal numbers of (query, key) pairs in which the query sees the key.
+    """Divide the queries into parts with about equal numbers of visible pairs of a query and a key.
 
     Return the number of heads per launch, and the parts. Each part is a tuple: its first query, its number of query
-    tiles, and the number of places per pair of query tiles. For this number of heads, the workspace has room for one
-    part at a time.
+    tiles, and the number of places per pair of query tiles. For this number of heads, one part fits into the workspace.
 
     Args:
         T: number of queries.
@@ -199,9 +199,9 @@ def launches(q: Tensor, k: Tensor, block_m: int, block_n: int, backward: bool) -
     """Split the work on q [B, T, H, D] and k [B, S, G, D] into launches, each for some heads and queries.
 
     The forward processes all query heads of a KV head before the next KV head, so that keys are still in the cache when
-    they are read again. A launch of the backward first takes one query head of as many KV heads as fit, because each
-    additional KV head adds tiles of dk and dv to the launch. An additional query head of the same KV head adds none. A
-    launch therefore takes several query heads per KV head only if all KV heads fit.
+    they are read again. A launch of the backward first takes one query head of as many KV heads as fit. Each additional
+    KV head adds tiles of dk and dv, which run in parallel. An additional query head of the same KV head adds no tiles.
+    A launch of the backward therefore takes several query heads per KV head only if all KV heads fit.
     """
     (B, T, H, _), (_, S, G, _) = q.shape, k.shape
     heads, parts = parts_of_queries(T, S, block_m, block_n, matrices=2 if backward else 1)

@@ -82,7 +82,7 @@ def _write_latents_kernel(
 ):  # fmt: skip
     """Write [normalized latent, rotated part of the key] of a token into the token's slot in a page.
 
-    Programs whose second index is 1 do not write a row, but normalize the latent of the token's queries.
+    Programs with the second index 1 write no row. They normalize the latent of the token's queries.
     """
     start_next(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
