@@ -2,9 +2,10 @@
 
     out_j = rows_j · m_j / (1 − p)      each element of m_j is 1 with probability 1 − p, otherwise 0
 
-Each row is a copy of a token. The random numbers of a row depend only on the seed and on the token, so the same
-elements are dropped in all copies of a token. Only the seed is saved. The backward generates the same m_j from the
-seed, and multiplies the gradient by m_j / (1 − p).
+Each row belongs to a copy of a token. For gate and up, the random numbers of a row depend only on the seed and on the
+token, so the same elements are dropped in all copies of a token. For down, the random numbers depend on the seed and on
+the copy. Only the seed is saved. The backward generates the same m_j from the seed, and multiplies the gradient by m_j
+/ (1 − p).
 """
 
 import torch
@@ -14,8 +15,8 @@ from liger_models.kernels.dispatch import on_device_of, tl, triton
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 BLOCK = 512
-"""Maximum number of elements, in each quarter of a row, for which a program draws random numbers at a time. The
-generator returns four numbers per call, one for each quarter."""
+"""A program draws random numbers for up to this many elements of each quarter of a row at a time. The generator returns
+four numbers per call, one for each quarter."""
 
 
 @triton.jit

@@ -21,7 +21,9 @@ def inputs_of(act: str) -> int:
 
 
 def check_expert_act(op: str, act: str, limit: float) -> None:
-    """Raise ValueError if ``act`` is not in `EXPERT_ACTIVATIONS`, or if ``act`` has a limit that is not positive."""
+    """Raise ValueError if ``act`` is not in `EXPERT_ACTIVATIONS`, or if it is "clamped_swiglu" and the limit is not
+    positive.
+    """
     if act not in EXPERT_ACTIVATIONS:
         raise ValueError(f"{op}: act must be one of {', '.join(EXPERT_ACTIVATIONS)}, got {act!r}.")
     if act == "clamped_swiglu" and not limit > 0:

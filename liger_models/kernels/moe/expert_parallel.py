@@ -7,8 +7,8 @@ weighted sum s_j of these outputs::
     r_j = x_n                     permute: for each rank r that receives token n, in row j = slot[n, r]
     y_n = Σ_r s_slot[n,r]         unpermute
 
-If all experts are chosen equally often, each token is sent on average to R (1 − (1 − 1 / R)ᴷ) of the R ranks. For K =
-8, a token is sent to 2 of 2 ranks, 3.6 of 4 ranks, or 5.3 of 8 ranks.
+If all experts are chosen equally often, each token is sent on average to about R (1 − (1 − 1 / R)ᴷ) of the R ranks. For
+K = 8, a token is sent on average to 2 of 2 ranks, 3.6 of 4 ranks, or 5.3 of 8 ranks.
 
 Source: https://arxiv.org/abs/2006.16668, https://arxiv.org/abs/2412.19437 (sending a token to each rank only once).
 """
@@ -43,7 +43,10 @@ class _Permute(torch.autograd.Function):
 
 
 class _Unpermute(torch.autograd.Function):
-    """Sums the rows in each token's slots: [M, C] -> [N, C]. This is the reverse of `_Permute`."""
+    """Sums the rows in each token's slots: [M, C] -> [N, C].
+
+    The forward is the backward of `_Permute`, and the backward is the forward of `_Permute`.
+    """
 
     @staticmethod
     def forward(ctx, rows, slot):
@@ -105,17 +108,17 @@ def moe_mlp_over(
         act, limit, recompute, dropout: as in `moe_mlp`.
 
     Returns:
-        [N, C] in the dtype of the weights.
+        [N, C] in the dtype of ``gate_up_weight``.
     """
     R, K, local = ranks.size, experts.shape[1], gate_up_weight.shape[0]
-    # Find the rank of each expert, and for each token the number of its experts on each rank [N, R]. A token goes once
-    # to each rank that has at least one of its experts.
+    # Find the rank of each chosen expert [N, K], and count the experts of each token on each rank [N, R]. A token goes
+    # once to each rank that has at least one of its experts.
     rank_of = experts // local
     copies = experts.new_zeros(len(experts), R).scatter_add_(1, rank_of, torch.ones_like(experts))
     goes = (copies > 0).T.contiguous()  # [R, N]
     counts = torch.stack([goes.sum(1), copies.sum(0)], 1)
     one_row = [1] * R
-    # Each rank learns what it will receive. The host waits for the device only in `tolist`.
+    # Each rank learns how many rows it will receive. The host waits for the device only in `tolist`.
     incoming = all_to_all(
         counts, one_row, one_row, ranks
     )  # [R, 2]: the number of rows that each rank sends, and the number of their copies that go to local experts
@@ -135,7 +138,7 @@ def moe_mlp_over(
     low_ranks = gate_up_low_rank, down_low_rank
     inputs = rows, routing[:, :K].to(weights.dtype), local_experts, gate_up_weight, down_weight, gate_up_bias, down_bias
     options: dict[str, Any] = {"act": act, "limit": limit, "recompute": recompute, "dropout": dropout}
-    # Compute the outputs of the local experts, send their sums back, and add the sums that all ranks return for each
-    # token.
+    # Compute the weighted sums of the local experts' outputs, send them back, and add the sums that all ranks return
+    # for each token.
     y = moe_mlp(*inputs, *low_ranks, copies=sum(local_copies), **options)
     return _Unpermute.apply(all_to_all(y, received, sent, ranks), slot)  # type: ignore[no-any-return]

@@ -24,25 +24,26 @@ u and g, multiplies by the weight and does all other elementwise work::
     dbd_e = Σ_nk w_nk · dy_n,   dbgu_e = Σ_j du_j         over the copies that go to e
     dx_n = Σ_k Wgu_eᵀ · du_slot[n,k]      grouped product, then unpermute without weights
 
-A low-rank term B_e · A_e may be added to each matrix W_e. The sum W_e + B_e · A_e is never computed: A and B have
-grouped products of their own, and the backward recomputes A_e · r_j and A_e · p_j::
+A low-rank term B_e · A_e may be added to each matrix W_e. (A_e is a matrix, not the activation.) The sum W_e + B_e ·
+A_e is never computed: A_e and B_e have grouped products of their own, and the backward recomputes A_e · r_j and A_e ·
+p_j::
 
     dB_e = Σ_j du_j ⊗ (A_e · r_j),   dA_e = Σ_j (B_eᵀ · du_j) ⊗ r_j     gate and up
     dB_e = Σ_j d_j ⊗ (A_e · p_j),    dA_e = Σ_j (B_eᵀ · d_j) ⊗ p_j      down
 
-The inputs r_j and A(u_j) of low-rank terms may have dropout. For the dropout, the forward saves only the seed. From the
-seed, the backward generates the same random numbers.
+The inputs r_j and A(u_j) of low-rank terms may have dropout. The forward saves only the seed of the dropout, from which
+the backward generates the same random numbers.
 
 Frozen matrices may be quantized (`FrozenWeight`). The matrices of a projection are dequantized right before each
 product, and freed after the product. If the backward recomputes u, it dequantizes the matrices of gate and up only
 once, and uses them for both u and dx.
 
-The forward saves order, slot, ends, the weights in their stored form, and u (without its bias). x is saved if a
-gradient needs it. With ``recompute``, u is not saved. The backward then recomputes u, bitwise identical to the u of the
-forward, and overwrites u with du. The sorted copies of x and the gated product are never saved. Gradients that are not
-needed are not computed. Every other gradient has the dtype of its input. The backward is a single op, so that compilers
-do not see that tensors are recomputed. A compiler that saw the recomputation would save the tensors in the forward
-instead.
+The forward saves order, slot, ends, the weights in their stored form, and u (without its bias). x is saved only for the
+gradients of the gate and up matrices, or to recompute u. With ``recompute``, u is not saved. The backward then
+recomputes u, bitwise identical to the u of the forward, and overwrites u with du. The sorted copies of x and the gated
+product are never saved. Gradients that are not needed are not computed. Every other gradient has the dtype of its
+input. The backward is a single op, so that compilers do not see that tensors are recomputed. A compiler that saw the
+recomputation would save the tensors in the forward instead.
 
 Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2211.15841, https://arxiv.org/abs/2512.14080 (gradient
 of the routing weights without the experts' outputs).
@@ -135,8 +136,8 @@ def _low_rank_term(rows: Tensor, low_rank: LowRank, ends: Tensor) -> Tensor:
 
 @triton.jit
 def _expert_of(row, ends_ptr, X, BLOCK_X: tl.constexpr):
-    """Return the index of the expert to which a sorted row belongs. It is the number of experts e for which ends[e] is
-    at most ``row``.
+    """Return the index of the expert to which a sorted row belongs. This index is the number of experts e for which
+    ends[e] is at most ``row``.
     """
     lanes = tl.arange(0, BLOCK_X)
     ends = tl.load(ends_ptr + lanes, mask=lanes < X, other=2147483647)
@@ -365,7 +366,7 @@ COPIES = Argument("SymInt? {0}=None", lambda copies: (copies,), lambda copies: c
 
 
 class ExpertProjection(NamedTuple):
-    """A projection with the parameters of all experts.
+    """The parameters of a projection for all experts.
 
     Attributes:
         weight: [X, O, C].
@@ -385,7 +386,7 @@ class ExpertProjection(NamedTuple):
 
 
 class MoEInputs(NamedTuple):
-    """Inputs of the ops `moe_mlp` and `moe_mlp_inference`. The function `moe_mlp` describes these inputs.
+    """Inputs of the ops `moe_mlp` and `moe_mlp_inference`, as described at the function `moe_mlp`.
 
     ``seed`` holds the seeds of the dropout, or is None for no dropout. Only `moe_mlp_inference` may get an ``addend``,
     which must have the dtype of y.
@@ -440,7 +441,7 @@ class MoESaved(NamedTuple):
 
 
 class MoEGradients(NamedTuple):
-    """The gradients of the op's inputs. `MoENeeds` has bools that say which gradients are needed."""
+    """The gradients of the op's inputs. In `MoENeeds`, the fields are bools that say which gradients are needed."""
 
     x: Any = None
     weights: Any = None
@@ -612,7 +613,7 @@ def _save(ctx: Any, inputs: MoEInputs, outputs: MoEOutputs, needs: MoENeeds) -> 
     # Only y is an output for the caller. The other outputs are returned for the backward.
     ctx.mark_non_differentiable(*[output for output in (order, slot, ends, u) if output is not None])
     return MoESaved(
-        # x is needed to recompute u, or for the gradient of gate and up.
+        # The backward needs x to recompute u, or for the gradients of the gate and up matrices.
         x=inputs.x if u is None or needs.gate_up.by_rows else None,
         weights=inputs.weights,
         order=order,
@@ -665,13 +666,14 @@ def moe_mlp(
         x: [N, C], float32, float16 or bfloat16.
         weights: [N, K], routing weights from `route`.
         experts: [N, K] int64, from 0 to X − 1. With ``copies``, X stands for no expert.
-        gate_up_weight: [X, 2 F, C]. In each expert's matrix, row 2f is gate f, and row 2f + 1 is up f. gate_up_weight
-            and down_weight may be of class `FrozenWeight`. For "relu2", which has no gate, gate_up_weight is [X, F, C].
-        down_weight: [X, C, F], in the dtype of gate_up_weight. y has the dtype of the weights, which may differ from
-            the dtype of x. Autocast does not change the dtype of y.
+        gate_up_weight: [X, 2 F, C]. In each expert's matrix, row 2f is gate f, and row 2f + 1 is up f. For "relu2",
+            which has no gate, gate_up_weight is [X, F, C]. gate_up_weight and down_weight may be of class
+            `FrozenWeight`. y has the dtype of gate_up_weight, which may differ from the dtype of x. Autocast does not
+            change the dtype of y.
+        down_weight: [X, C, F], in the dtype of gate_up_weight.
         gate_up_bias: [X, 2 F] (or [X, F]), in the order of the rows of gate_up_weight; None for no bias.
         down_bias: [X, C]; None for no bias.
-        gate_up_low_rank: ``(A [X, R, C], B [X, 2 F, R])`` in the dtype of the weights. ``x[n] @ Aᵀ @ Bᵀ``, with the
+        gate_up_low_rank: ``(A [X, R, C], B [X, 2 F, R])`` in the dtype of gate_up_weight. ``x[n] @ Aᵀ @ Bᵀ``, with the
             expert's A and B, is added to gate and up.
         down_low_rank: ``(A [X, R, F], B [X, C, R])``, the low-rank term of the down projection, which is added in the
             same way.
@@ -685,16 +687,17 @@ def moe_mlp(
             for all experts of a token.
         copies: number of entries in ``experts`` that are less than X. The remaining entries are X, which stands for no
             expert, and contribute nothing to y. None if there are no such entries.
-        addend: [N, C], which is added to the rounded y; None to add nothing. If no gradients are needed, this addition
-            takes no separate launch.
+        addend: [N, C], which is added to the rounded y; None to add nothing. If gradients are disabled and the dtypes
+            match, this addition takes no separate launch.
 
     Returns:
-        [N, C] in the dtype of the weights, or in the common dtype of weights and ``addend``.
+        [N, C] in the dtype of ``gate_up_weight``. If the dtype of ``addend`` differs, both are promoted to their common
+        dtype.
 
     Raises:
         ValueError: the shapes do not match, or the activation is unknown.
-        TypeError: a tensor is not floating-point, ``experts`` is not int64, or weights and low-rank matrices differ in
-            dtype.
+        TypeError: a tensor is not floating-point, ``experts`` is not int64, or the experts' matrices and the low-rank
+            matrices differ in dtype.
     """
     check_expert_act("moe_mlp", act, limit)
     check_floating("moe_mlp", x=x, weights=weights, gate_up_weight=gate_up_weight, down_weight=down_weight)
@@ -744,8 +747,7 @@ def moe_mlp(
             act=act, limit=limit, dropout=dropout, copies=copies,
         )  # fmt: skip
         return y if addend is None else y + addend
-    # Without low-rank terms, there is no dropout. In this case, no seed is drawn, so that the generator does not
-    # advance.
+    # Without low-rank terms, there is no dropout. No seed is then drawn, so that the generator does not advance.
     has_low_rank = gate_up_low_rank is not None or down_low_rank is not None
     inputs = MoEInputs(
         x=x,

@@ -7,11 +7,11 @@ These kernels are for decoding steps, and compute no gradients. Copy k of token 
     o_s = Wd_e · g_s                      one kernel
     y_n = Σ_k w_nk · (o_s + bd_e)         `permutation.unpermute`
 
-The copies are not sorted. The matrix of each expert is divided into blocks of rows. For each copy, there is one program
-for each block of the matrix of its expert. All copies with the same expert are grouped in tiles of up to `FEW_ROWS`
-copies. Only the programs of the first copy in a tile do any work: they find the other copies in the tile, and multiply
-all of them together. If there is only one token, all its copies have different experts. Each copy is then multiplied
-separately, without matrix units, as in `row_linear`.
+The copies are not sorted. The matrix of each expert is divided into blocks of rows. Each copy has one program for every
+block of its expert's matrix. All copies with the same expert are grouped in tiles of up to `FEW_ROWS` copies. Only the
+programs of the first copy in a tile do any work: they find the other copies in the tile, and multiply all of them
+together. If there is only one token, all its copies have different experts. Each copy is then multiplied separately,
+without matrix units, as in `row_linear`.
 
 If a backward follows, the copies are sorted by expert. `few_product` then multiplies the sorted rows by frozen
 matrices, also in tiles of up to `FEW_ROWS` rows. All these kernels read matrices in their stored form (dense, float8,
@@ -41,23 +41,25 @@ FEW_ROWS = 16
 """Number of rows per tile. These kernels run if experts have at most this many rows on average."""
 
 FEW_COPIES = 128, 512
-"""Sizes of the block in which a program reads the experts of all copies, to find the copies of one expert. A launch
-uses the smaller block if all copies fit into it. If there are too many copies for the larger block, the copies are
-sorted, and other kernels run."""
+"""To find the copies of one expert, a program reads the experts of all copies in one block, which has one of these two
+sizes. A launch uses the smaller block if all copies fit into it. If there are too many copies for the larger block, the
+copies are sorted, and other kernels run."""
 
 FEW_BLOCKS = {"nf4": (64, 64), "float8": (64, 128), "blocks": (64, 128), "groups": (128, 64), "dense": (64, 128)}
 MANY_BLOCKS = {**FEW_BLOCKS, "dense": (64, 64)}
 FEW_WARPS = 4
 FEW_STAGES = 4
-"""For several rows: the number of results per tile and the number of columns per step for each storage format, and the
-number of warps and the number of pipeline stages for all formats. The columns of a step share a scale. MANY_BLOCKS is
-for more than FEW_COPIES[0] copies. Most programs then have nothing to compute. If programs need less shared memory,
-more of them run at the same time, which makes the kernel 3 % faster on an H200."""
+"""Options for several rows. `FEW_BLOCKS` maps a storage format to the number of results per tile and the number of
+columns per step. `FEW_WARPS` and `FEW_STAGES` are the numbers of warps and of pipeline stages for all formats.
+`MANY_BLOCKS` replaces `FEW_BLOCKS` if there are more than `FEW_COPIES[0]` copies. Most programs then have nothing to
+compute. If programs need less shared memory, more of them run at the same time, which makes the kernel 3 % faster on an
+H200."""
 
 ROW_TILES = {"gate_up": (8, 256, 2, 3), "biased": (16, 256, 4, 1), "down": (8, 128, 1, 4), "frozen": (4, 256, 1, 3)}
-"""For a single row: number of results per tile, number of columns per step, number of warps, and number of steps in
-flight. "biased" is for dense gate and up matrices with biases. Their kernel alone is 8 % faster with the tiles of
-"gate_up", but whole decoding steps with these tiles remain to be measured."""
+"""Options for a single row: number of results per tile, number of columns per step, number of warps, and number of
+steps in flight. "gate_up" and "down" are for dense matrices, and "frozen" is for all frozen matrices. "biased" is for
+dense gate and up matrices with biases. With the options of "gate_up", their kernel alone would be 8 % faster, but whole
+decoding steps have not been measured with these options."""
 
 
 @triton.jit
@@ -90,8 +92,9 @@ def _few_tile(
 def _few_rows(
     tile, where_ptr, COUNT, expert, first, end, SORTED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_ROWS: tl.constexpr
 ):  # fmt: skip
-    """Return the indices of the rows (or, if rows are not sorted, of the copies) in a tile, and a mask that is True
-    where one exists.
+    """Return the indices of the rows (or, if rows are not sorted, of the copies) in a tile, and a mask.
+
+    The mask is True where the tile has a row.
     """
     wanted = first + tl.arange(0, BLOCK_ROWS)
     if SORTED:
@@ -113,8 +116,8 @@ def _few_store(
     total, expert, rows, inside, bias_ptr, out_ptr, OUT, limit, ACT: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile's sums. With an ACT, instead add the bias to the sums, and store the activation of the results.
-    Rounding is as in `moe_mlp`.
+    """Store a tile's sums. If there is an activation ACT, instead add the bias to the sums, and store the activation of
+    the results. Rounding is as in `moe_mlp`.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     start = (tl.program_id(0) % tl.cdiv(OUT, BLOCK_OUT)) * BLOCK_OUT
@@ -245,8 +248,8 @@ def _few_kernel(
     Each row has one scale or, if WIDTH is not 0, one scale for every WIDTH columns. WIDTH is a multiple of BLOCK_IN.
 
     With EARLY, the kernel loads the part of the matrix for its first step while the previous kernel is still running.
-    EARLY is allowed only if there is a single row, and if the previous launch ran this kernel for the same row without
-    EARLY.
+    EARLY is allowed only if there is a single token, and if the previous launch ran this kernel for the same token
+    without EARLY. That launch has then waited for the kernel that writes the experts.
     """
     if EARLY:
         start_next(OVERLAPS)
@@ -272,7 +275,8 @@ def _few_kernel(
             i = tl.arange(0, BLOCK_IN)[None, :]
             early = tl.load(weight_ptr + matrix_row * IN + i, mask=known & (i < IN), other=0.0)
             end_previous(OVERLAPS)
-        # A single row is multiplied elementwise and summed at the end. Several rows are multiplied with matrix units.
+        # With a single row, products are computed elementwise and summed at the end. With several rows, matrix units
+        # compute the sums.
         total = tl.zeros([BLOCK_OUT, BLOCK_IN] if BLOCK_ROWS == 1 else [BLOCK_ROWS, BLOCK_OUT], tl.float32)
         for start in tl.range(BLOCK_IN if EARLY else 0, IN, BLOCK_IN, num_stages=STAGES):
             i = (start + tl.arange(0, BLOCK_IN))[None, :]
@@ -349,8 +353,8 @@ def _launch(
     if frozen and isinstance(weight.format, Groups):
         storage = "groups"
 
-    # The columns of a step must share a scale. In NF4 and "blocks", these are columns of the same block. In groups of
-    # 4-bit codes, a step reads whole groups. In other formats, these may be any columns of a row.
+    # For groups of 4-bit codes, a step reads whole groups. In all other formats, the columns of a step must share a
+    # scale. In NF4 and "blocks", these are columns of the same block. Otherwise, they may be any columns of a row.
     one_row = one_row and storage != "nf4"
     block_rows, warps, most_stages = FEW_ROWS, FEW_WARPS, FEW_STAGES
     block_out, block_in = (FEW_BLOCKS if results <= FEW_COPIES[0] else MANY_BLOCKS)[storage]
@@ -367,8 +371,8 @@ def _launch(
         # X experts' rows.
         tiles, count, block = most_tiles(results, X, FEW_ROWS), X, max(next_power_of_2(X), 2)
     else:
-        # Otherwise, there is one tile per copy. A tile of several rows finds the other copies of its expert by
-        # comparing experts.
+        # Otherwise, there is one tile per copy. If tiles have several rows, the kernel compares the experts of all
+        # copies to find the copies in a tile.
         tiles = count = results
         block = next(most for most in FEW_COPIES if results <= most)
     constants = {
@@ -407,7 +411,7 @@ def few_experts(
 ) -> Tensor:  # fmt: skip
     """Compute `moe_mlp` for a few tokens, without gradients.
 
-    All tensors must be contiguous, and x [N, C] must have the dtype of the weights.
+    All tensors must be contiguous, and x [N, C] must have the dtype of ``gate_up_weight``.
     """
     N, K = experts.shape
     options: dict[str, Any] = {"is_sorted": False, "one_row": N == 1}

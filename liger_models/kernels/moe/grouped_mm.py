@@ -10,7 +10,7 @@ expert e, and are 0 for an expert without rows::
 If PyTorch's grouped_mm is a single kernel (see `library_runs`), `grouped_mm` and `grouped_outer` run this kernel.
 Otherwise, these two functions run the Triton kernels below. In both cases, the host does not wait for the device. The
 reference implementation consists of two registered ops, which compilers do not trace. These ops loop over the experts
-in plain PyTorch, and wait on the host for the number of rows of each expert.
+in plain PyTorch, and the host waits for the number of rows of each expert.
 """
 
 from typing import Any
@@ -183,15 +183,15 @@ _library_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm  # the public 
 
 
 def library_runs(gate_up_weight: Tensor, down_weight: Tensor) -> bool:
-    """Return whether PyTorch's grouped_mm computes both products of the experts: with weights [X, 2 F, C], and with
-    weights [X, C, F].
+    """Return whether PyTorch's grouped_mm computes the products with ``gate_up_weight`` [X, 2 F, C] and with
+    ``down_weight`` [X, C, F].
 
-    PyTorch's grouped_mm is used only where it is a single CUTLASS kernel, with which the host does not wait for the
+    PyTorch's grouped_mm is used only where it is a single CUTLASS kernel, so that the host does not wait for the
     device. This is the case in bf16 on Hopper, for fewer than 1024 experts, if the rows of the experts' matrices
     consist of whole 16-byte vectors. Each expert may have any number of rows. grouped_mm is not used on Blackwell,
     where it returns a nonzero weight gradient for an expert without rows (pytorch#172439). In all other cases,
-    grouped_mm loops over the experts, and the host waits for the device. Inside `batch_invariant`, the Triton kernel
-    runs, because its tile shape is the same for any number of rows.
+    grouped_mm would loop over the experts, and the host would wait for the device. Inside `batch_invariant`, the Triton
+    kernel runs, because its tile shape is the same for any number of rows.
     """
     return (
         cuda_capability(gate_up_weight.device)[0] == 9

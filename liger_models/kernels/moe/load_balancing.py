@@ -20,9 +20,9 @@ def load_balancing_loss(
 ) -> Tensor:
     """Compute ``X · Σ_e f_e · P_e`` over the rows of all layers together.
 
-    f_e and P_e are means over the rows. The f_e of a single row is 1 if expert e is among its K choices, and 0
-    otherwise. The P_e of a single row is the probability of e in the softmax over all experts. The gradient flows
-    through P only. For uniform routing, the loss is K.
+    f_e and P_e are means over the rows. For a single row, f_e is 1 if expert e is among the row's K experts, and 0
+    otherwise. P_e is the probability of e in the softmax over all experts. The gradient flows through P only. For
+    uniform routing, the loss is K.
 
     Args:
         router_logits: a tensor [..., X] for each layer, or one tensor for all layers.
@@ -56,7 +56,7 @@ def load_balancing_loss(
             )
         counted = attention_mask.reshape(-1).to(logits.device, compute).repeat(rows // attention_mask.numel())
         probabilities = probabilities * counted.unsqueeze(-1)
-    # Only ones are added, so the order of atomic additions does not change the result.
+    # Only zeros and ones are added, so the order of atomic additions does not change the result.
     picked = counted.new_zeros(X).scatter_add(
         0, experts.reshape(-1), counted.unsqueeze(-1).expand_as(experts).reshape(-1)
     )

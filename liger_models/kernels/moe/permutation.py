@@ -7,13 +7,13 @@ of this copy. Expert e has the rows from ends[e − 1] to ends[e] − 1::
     permute       r_j = x_n                        each token's row is read once and written K times
     unpermute     y_n = Σ_k w_nk · r_slot[n,k]     in fp32, in the order of k, and so bitwise identical in every run
 
-If there are biases b, unpermute adds b_e to each row before the row is multiplied by its weight. An optional further
-input is added to y_n after y_n has been rounded.
+If there are biases b, unpermute adds b_e to each row before the row is multiplied by its weight. If there is an addend,
+unpermute adds it to y_n after y_n has been rounded.
 
 The numbers of rows per expert stay on the device, so the host never waits for the device.
 
-A copy without an expert has the expert index X. The sort places this copy after the S copies that have an expert. The
-copy has no row, and its slot is at least S.
+A copy without an expert has the expert index X. The sort places all such copies after the S copies that have an expert.
+A copy without an expert has no row, and its slot is at least S.
 """
 
 import torch
@@ -24,24 +24,24 @@ from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 SORT_BLOCK = 2048
-"""Number of copies that a program of the sort reads at a time. There is one program for each expert, and each program
-reads the experts of all copies twice. Experts are stored as 16-bit integers, which stay in the L2 cache. The programs
-exchange no data, so a single launch suffices."""
+"""Number of copies whose experts a program of the sort reads at a time. There is one program for each expert, and each
+program reads the experts of all copies twice. The experts' indices are stored as 16-bit integers, which stay in the L2
+cache. The programs exchange no data, so a single launch suffices."""
 
 ROW_BLOCK = 1024
-"""Maximum number of columns that a program of `permute` or `unpermute` moves. In bf16, each thread then moves one
-16-byte vector of each row. The loads or stores of all K rows are in flight at the same time."""
+"""Maximum number of columns that a program of `permute` or `unpermute` moves. In bf16, each thread of such a program
+moves one 16-byte vector of each row. The loads or stores of all K rows are in flight at the same time."""
 
 MAX_COPIES = 2**30
 MAX_EXPERTS = 2**15 - 1
-"""Maximum number of copies, and maximum number of experts. Copies are counted with 32-bit integers, up to one block
-beyond the last copy, and experts are 16-bit integers."""
+"""Maximum number of copies, and maximum number of experts. Indices of copies are 32-bit integers and reach up to one
+block beyond the last copy. Indices of experts are 16-bit integers."""
 
 
 @triton.jit
 def _sort_kernel(experts_ptr, order_ptr, slot_ptr, ends_ptr, S, BLOCK: tl.constexpr):
-    """Program e handles the copies of expert e: it writes their indices to ``order``, after those of all earlier
-    experts.
+    """Program e writes the indices of expert e's copies to ``order``, after the indices for all earlier experts. It
+    also writes the slots of these copies, and the end of the expert's rows.
     """
     expert = tl.program_id(0)
     indices = tl.arange(0, BLOCK)
@@ -85,7 +85,7 @@ def _unpermute_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
         slot = tl.load(slot_ptr + token * K + k).to(tl.int64) if SORTED else token * K + k
-        # If the slot is S or larger, the copy has no row and adds nothing.
+        # If the slot is S or larger, the copy has no row and contributes 0.
         there = inside & (slot < S)
         row = tl.load(rows_ptr + slot * C + columns, mask=there, other=0.0).to(tl.float32)
         if BIAS:

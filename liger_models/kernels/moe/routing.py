@@ -1,6 +1,6 @@
-"""Routing: from the router's logits, chooses the experts of each token and computes their weights.
+"""Chooses the experts of each token from the router's logits, and computes the weights of these experts.
 
-For each token, `Routing` turns the logits l of X experts into scores s, chooses the set T of K experts, and computes
+For each token, `route` turns the logits l of X experts into scores s, chooses the set T of K experts, and computes
 their weights w in fp32::
 
     s = softmax(l)   or   sigmoid(l)
@@ -8,9 +8,10 @@ their weights w in fp32::
     T = the K largest c                among the experts of the best groups, if experts are in groups
     w_k = scale · s[T_k]               or, with ``normalize``, scale · s[T_k] / (Σ_j s[T_j] + epsilon)
 
-If there are neither a bias nor groups, the K largest logits are chosen. The score of a group is the largest c of its
-experts, or the sum of the two largest. For some or all tokens, the caller may also pass T, and thereby reuse experts
-that were chosen earlier (routing replay). With ``round_weights``, w is rounded to the dtype of the logits.
+If there are neither a bias nor groups, the experts with the K largest logits are chosen. The score of a group is the
+largest c of its experts, or the sum of the two largest. For some or all tokens, the caller may also pass T, and thereby
+reuse experts that were chosen earlier (routing replay). With ``round_weights``, w is rounded to the dtype of the
+logits.
 
 In the backward, let d[T_k] = scale · dw_k, and let d be 0 for all experts outside T. q is the softmax over all experts
 or, with ``normalize``, over T only::
@@ -46,11 +47,12 @@ from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 ROUTE_ROWS, ROUTE_TILE = 32, 4096
-"""Maximum number of tokens per program, and maximum number of logits per program. All logits of a token are in
-registers at the same time."""
+"""Maximum number of tokens per program, and maximum number of logits per program. If a single token has more logits, a
+program processes one token. All logits of a token are in registers at the same time."""
 
 FEW_TOKENS = 64
-"""Up to this number of tokens, each token has its own program. With up to 256 experts, each program has one warp."""
+"""Up to this number of tokens, each token has its own program, except inside `batch_invariant`. With up to 256 experts,
+such a program has one warp."""
 
 
 class Routing(NamedTuple):
@@ -63,11 +65,12 @@ class Routing(NamedTuple):
         score: "softmax", "sigmoid" or "sparsemixer".
         groups: number of groups, each of which has X / groups consecutive experts.
         top_groups: number of groups from which a token's experts are chosen.
-        group_score: score of a group: "max", its largest choice score, or "top2", the sum of its two largest choice
-            scores.
+        group_score: score of a group: "max", the largest choice score (score plus bias) of its experts, or "top2", the
+            sum of the two largest choice scores.
         scale: factor by which the weights are multiplied.
-        epsilon: number added to the sum of sigmoids that ``normalize`` divides by.
-        tolerance: with "sparsemixer", how far a logit l may be below the largest logit m, relative to max(|l|, m).
+        epsilon: with "sigmoid" and ``normalize``, number that is added to the sum before the division.
+        tolerance: with "sparsemixer", how far a logit l may be below the largest logit m to take part in the softmax,
+            relative to max(|l|, m).
     """
 
     top_k: int
@@ -200,8 +203,8 @@ def _load_logits(logits_ptr, rows, lanes, N, X):
 
 @triton.jit
 def _ordered(numbers):
-    """Map fp32 numbers to int32 integers in the same order. All results are above −2147483647, which marks excluded
-    experts.
+    """Map fp32 numbers to int32 integers, and preserve their order. All results are above −2147483647, which marks
+    excluded experts.
 
     NaN is mapped to the largest integer.
     """
@@ -223,8 +226,8 @@ def _best_groups(
         inside = tl.where((group == g)[None, :], choice, float("-inf"))
         score = tl.max(inside, 1)
         if TOP2:
-            # Find the second largest score: the largest score when the first expert that has the largest score is left
-            # out.
+            # Find the second largest score. It is the largest score without the first expert that has the largest
+            # score.
             first = tl.min(tl.where(inside == score[:, None], lanes[None, :], BLOCK_X), 1)
             score += tl.max(tl.where(lanes[None, :] == first[:, None], float("-inf"), inside), 1)
         scores = tl.where(places[None, :] == g, score[:, None], scores)
@@ -241,8 +244,8 @@ def _best_groups(
 def _softmax_of_near(logits, free, mine, tolerance):
     """Return the softmax over the experts that compete for one choice.
 
-    These are the chosen expert (``mine``), and those of the experts not chosen before (``free``) whose logits are near
-    the largest logit of ``free``.
+    The chosen expert (``mine``) competes. The experts that were not chosen before (``free``) compete if their logits
+    are near the largest logit of ``free``.
     """
     best = tl.max(tl.where(free, logits, float("-inf")), 1)[:, None]
     far = best - logits > tolerance * tl.maximum(tl.abs(logits), best)  # False beyond the last expert: inf > inf
@@ -318,8 +321,8 @@ def _route_backward_kernel(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lanes = tl.arange(0, BLOCK_X)
     logits = _load_logits(logits_ptr, rows, lanes, N, X)
-    # Scatter d and the mask of chosen experts to [ROWS, BLOCK_X], one expert at a time. With MIXER, each expert has a
-    # softmax of its own, and d is the sum of the gradients of these softmaxes.
+    # Scatter d and the mask of chosen experts to [ROWS, BLOCK_X], one expert at a time. With MIXER, each chosen expert
+    # has a softmax of its own, and d is the sum of the gradients of these softmaxes.
     d = tl.zeros([ROWS, BLOCK_X], tl.float32)
     chosen = tl.zeros([ROWS, BLOCK_X], tl.float32)
     free = (rows >= 0)[:, None] & (lanes < X)[None, :]
