@@ -20,7 +20,7 @@ class BitsAndBytesNF4(Groups):
     """The format with codes [O, C / 2] uint8 and scales [O, C / 64] in fp32.
 
     The first integer of the layout is the number of columns that share a scale. The second integer is 1 if W is rounded
-    to float16, and 0 if W is rounded to bfloat16. This dtype is the dtype that the model had before it was quantized.
+    to float16, and 0 if W is rounded to bfloat16. W is rounded to the dtype that the model had before it was quantized.
     """
 
     name = "bnb_nf4"

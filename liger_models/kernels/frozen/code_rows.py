@@ -3,30 +3,30 @@
 A kernel in plain Triton takes about ten instructions for each weight: it splits a byte, computes the number, applies
 the scale, rounds, and multiplies by x. If an H200 reads 4-bit weights at its full bandwidth, there is time for only
 four instructions per weight. The kernels in this file take three to five instructions per weight. The matrix units
-(tensor cores) multiply the weights by x and add the products. Their operands hold neighboring weights as pairs, so the
-kernels dequantize pairs:
+(tensor cores) multiply the weights by x and add the products. The operands of the matrix units hold neighboring weights
+as pairs, so the kernels dequantize pairs. Shared memory holds a table with the pair of numbers for each byte. There are
+32 copies of the table, one in each bank, so that all lanes of a warp read in one access. One instruction turns a byte
+into an address, and another instruction reads the pair. How the pair is multiplied by its scale depends on the kind of
+the scales:
 
-- Shared memory holds a table with the pair of numbers for each byte. There are 32 copies of the table, one in each
-  bank, so that all lanes of a warp read in one access. One instruction turns a byte into an address, and another
-  instruction reads the pair.
-- "one_scale": a further instruction multiplies the pair by a scale in bfloat16, and rounds the products.
-- "two_scales": the codes are in e2m1, and bfloat16 cannot represent their scale s exactly. Each e2m1 number is a power
-  of 2, or 1.5 times a power of 2. Each rounded weight is therefore t = bf16(s) or u = bf16(1.5 · s), multiplied by a
-  power of 2. Let n be the e2m1 number, and let p be n without its mantissa: a power of 2 with the sign of n. The
+- "one_scale": one instruction multiplies the pair by a scale in bfloat16, and rounds the products.
+- "two_scales": the codes are in e2m1, and bfloat16 cannot represent their scale s exactly. Each e2m1 number except 0 is
+  a power of 2, or 1.5 times a power of 2. Each rounded weight is therefore t = bf16(s) or u = bf16(1.5 · s), multiplied
+  by a power of 2. Let n be the e2m1 number, and let p be n without its mantissa: a power of 2 with the sign of n. The
   rounded weight is n · 2 (u - t) + p · (3 t - 2 u). All factors in this formula are exact in bfloat16, and so is its
   result. Computing this formula for a pair takes three instructions.
-- "products": the numbers or the scales are in fp32, and each number is multiplied by its scale in fp32 and rounded.
-  Shared memory holds 16 copies of the table of pairs. The pairs are in fp32, so each lane reads eight bytes per pair.
+- "products": the numbers or the scales are in fp32, and each number is multiplied by its scale in fp32 and rounded. The
+  pairs are in fp32, so each lane reads eight bytes per pair, and shared memory holds only 16 copies of the table.
   Multiplying both numbers of a pair and rounding the products takes three instructions.
 
 One instruction of the matrix units computes A [16, 16] @ B [16, 8], and adds it to 16 · 8 sums. If x has several rows,
 the rows of A are rows of W, and the columns of B are rows of x. With a single row of x, this layout would leave seven
 columns of B unused. A warp would also read only 64 contiguous bytes at a time from each of eight rows of W, instead of
 512 bytes from one row. For a single row, the columns of W are therefore split among eight groups, each of which
-consists of four lanes. Rows n and n + 8 of A hold two rows of W, and column n of B holds x. These two rows and this
-column have only elements from the columns of group n. The diagonal of the result then holds the sums that are needed,
-and the other elements are not used. The columns that a group handles can be chosen freely, so a warp can read 512
-contiguous bytes of a row of W.
+consists of four lanes. For group n, rows n and n + 8 of A hold the group's columns of two rows of W, and column n of B
+holds the corresponding elements of x. The diagonals of the upper and the lower half of the result then hold the sums
+that are needed, and the other elements are not used. The columns that a group handles can be chosen freely, so a warp
+can read 512 contiguous bytes of a row of W.
 
 Source: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma.
 """
@@ -53,19 +53,18 @@ MOST_ROWS = 16
 
 ROW_TILE = 8
 ROW_WARPS, ROW_PROGRAMS = 4, 4
-"""For a single row of x: number of rows of W that a program multiplies at a time (a tile), number of warps per
-program, and number of programs per multiprocessor, among which the tiles are divided."""
+"""If x has a single row, W is divided into tiles of `ROW_TILE` rows. The tiles are distributed among `ROW_PROGRAMS`
+programs per multiprocessor, each of which has `ROW_WARPS` warps."""
 
 TILE, WARPS = 16, 4
-"""For several rows of x: number of rows of W per program, and number of warps per program, among which the columns
-of W are divided."""
+"""If x has several rows, a program multiplies `TILE` rows of W, and divides the columns of W among `WARPS` warps."""
 
 VECTOR = 16
-"""The number of bytes of a row of W and all addresses must be multiples of this number."""
+"""The addresses of x and W, and the number of bytes of a row of W, must be multiples of this number."""
 
 CONSTANTS = ("none", 0x80008000), ("minus", 0xBF80BF80), ("two", 0x40004000), ("minus2", 0xC000C000)
 """Pairs of -0, -1, 2 and -2 in bfloat16. A product is computed as a multiply-add with -0, because GPUs before Hopper
-cannot just multiply pairs."""
+have no instruction that only multiplies pairs."""
 
 
 def fill(*, first_is_upper: bool, size: int = 2) -> str:
@@ -75,8 +74,8 @@ def fill(*, first_is_upper: bool, size: int = 2) -> str:
     copy. If a number has 4 bytes, lanes n and n + 16 share a copy of the table. Consecutive pairs of a copy are 128
     bytes apart. A byte has 256 possible values. Each thread handles the 16 values that have the same lower four bits.
     For each of these values, the thread fills 16 bytes with copies of the pair. With more than 128 threads, several
-    threads write the same bytes. The first number of a pair belongs to the upper half of the byte if ``first_is_upper``
-    is set, and otherwise to the lower half.
+    threads write the same bytes. With ``first_is_upper``, the first number of a pair belongs to the upper half of the
+    byte, and otherwise to the lower half.
     """
     bits = f"b{8 * size}"
     ptx = f"{{.shared .align 128 .b8 pairs[32768];\n.reg .b32 n, a, v; .reg .b64 p; .reg .{bits} upper, lower;\n"
@@ -164,10 +163,10 @@ def _several_step(kind: str, tiles: int) -> str:
     The operands are, in this order::
 
         new sums      four for each tile, where the sums of row ``group`` of W come first
-        old sums      as many
+        old sums      in the same order
         addresses     of the codes in both rows of W, then of each row of x
         bytes left    of codes, then the same number again for each row of x, or 0 for a row that x does not have
-        scales        four for each row of W
+        scales        four for each of the two rows of W
         table         the address from `fill`
     """
     per, sums = 2 if kind == "two_scales" else 1, 4 * tiles
@@ -214,7 +213,7 @@ def _single_step(kind: str, *, whole: bool) -> str:
     The operands are, in this order::
 
         new sums      one for each of the eight rows; in each group, only the lane with the diagonal has valid sums
-        old sums      as many
+        old sums      in the same order
         codes         the address of the codes in the first row, and the distance between rows
         x             the address of x
         bytes left    the number of bytes that are left
@@ -265,11 +264,10 @@ def _single_step(kind: str, *, whole: bool) -> str:
 def _gather() -> str:
     """Return PTX that computes the sums of eight rows of W from the partial sums that the lanes of a warp hold.
 
-    Only the partial sums of one lane in each group are used: the lane that holds the diagonal of the product. The
-    module's docstring describes this diagonal. The inputs $1 to $8 are a lane's partial sums of the eight rows. In the
-    four lanes of group n, $0 becomes the complete sum of row n. In each step, two lanes whose group numbers differ in
-    one bit exchange partial sums: each lane keeps its sums for one half of the rows, and sends its sums for the other
-    half.
+    Only the partial sums of one lane in each group are used: the lane that holds the diagonals that the module's
+    docstring describes. The inputs $1 to $8 are a lane's partial sums of the eight rows. In the four lanes of group n,
+    $0 becomes the complete sum of row n. In each step, two lanes whose group numbers differ in one bit exchange partial
+    sums: each lane keeps its sums for one half of the rows, and sends its sums for the other half.
     """
     ptx = "{.reg .f32 v<8>, k, s; .reg .pred p; .reg .b32 group, quarter, t;\n"
     ptx += "mov.u32 t, %laneid; shr.u32 group, t, 2; and.b32 quarter, t, 3;\n"
@@ -301,7 +299,7 @@ def group_scale(
 ):  # fmt: skip
     """Load the scales of groups and convert them to fp32. With WHOLE, also apply the scales of rows.
 
-    ``group`` has the indices of the groups, which are numbered consecutively over all rows. ``row`` has the row to
+    ``group`` holds the indices of the groups, which are numbered consecutively over all rows. ``row`` holds the row to
     which each group belongs.
     """
     if SCALES == "e8m0":
@@ -361,7 +359,7 @@ def _single_row_kernel(
 ):  # fmt: skip
     """Multiply W by a single row of x, in tiles of eight rows of W. Every tensor in the kernel has one element per
     thread; see `_single_step`. Program p of P programs computes the tiles p, p + P, p + 2 P and so on. ALIKE means that
-    a row of W consists of whole steps of a warp, each of which takes 512 bytes.
+    the number of bytes of a row of W is a multiple of 512, the number of bytes that a warp processes per step.
     """
     start_next(OVERLAPS)
     TWO: tl.constexpr = KIND == "two_scales"  # chunks
@@ -435,8 +433,8 @@ def _scales_at(
 
     PAIRS bytes of codes share a scale.
     """
-    # Offsets of the bytes to which the scales belong, counted from the first byte. A chunk has 64 bytes, and 16 of
-    # them are this lane's.
+    # a0 to a3 are offsets, from ``byte``, of bytes to which the four scales apply. A chunk has 64 bytes, of which this
+    # lane has 16.
     a0: tl.constexpr = 0
     a1: tl.constexpr = 8 if PER == 2 else 64
     a2: tl.constexpr = 64 if PER == 2 else 128
@@ -456,7 +454,7 @@ def _several_rows_kernel(
     ACT: tl.constexpr, RANKS: tl.constexpr, OVERLAPS: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply 16 rows of W (ROWS), in codes of four bits, by up to 8 · TILES rows of x.
+    """Multiply 16 rows of W (ROWS) by up to 8 · TILES rows of x.
 
     Every tensor has one element per thread; see `_several_step`. PAIRS is the number of bytes that share a scale.
     """
@@ -513,7 +511,8 @@ def _several_rows_kernel(
 def takes_code_rows(x: Tensor, codes: Tensor) -> bool:
     """Return whether `code_rows` can multiply x [..., C] by contiguous codes [O, C / 2].
 
-    x may have at most `MOST_ROWS` rows.
+    x must be in bfloat16 and have at most `MOST_ROWS` rows. The codes must be aligned (see `VECTOR`), O must be at
+    least `ROW_TILE`, and the GPU must support the PTX.
     """
     return (
         0 < x.numel() // x.shape[-1] <= MOST_ROWS

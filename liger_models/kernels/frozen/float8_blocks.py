@@ -7,8 +7,8 @@ packed projection can interleave the rows of several matrices. W is dequantized 
 freed after the product. The dequantized W is identical to the weight of a model that loads the checkpoint in bfloat16.
 
 If x has few rows, as in a decoding step, the forward does not dequantize W in memory. A kernel reads the codes, and
-dequantizes each tile of W in registers right before the product. The tiles have the same elements as a W that is
-dequantized in memory, but their products with x are summed in another order.
+dequantizes each tile of W in registers right before the product. The elements of these tiles are identical to those of
+a W that is dequantized in memory. Only the order in which the products with x are summed differs.
 
 Source: https://arxiv.org/abs/2412.19437, section 3.3.
 """
@@ -44,7 +44,7 @@ WIDTHS = 16, 1024
 width must be a power of 2."""
 
 ROW_WIDTH = 128
-"""Number of columns that the kernel for one row of x regards as a block if all columns of a row share a scale."""
+"""If all columns of a row share a scale, the kernel for one row of x treats this number of columns as a block."""
 
 ROW_TILE = (4, 1024, 2)
 """Tile of the kernel for one row of x: number of results per program, number of columns per step, and number of
@@ -54,8 +54,8 @@ RUN = tl.constexpr(16)
 """Number of columns that a thread of the kernel for one row of x reads and sums at once."""
 
 TILES = ((8, 16, 128, 4), (32, 32, 128, 4))
-"""Tiles of the kernel for several rows. For each tile: the maximum number of rows of x, the number of results per
-program, the number of columns that a warp reads per step, and the number of warps, among which the columns are
+"""Tiles of the kernel for several rows. Each entry consists of the maximum number of rows of x, the number of results
+per program, the number of columns that a warp reads per step, and the number of warps, among which the columns are
 divided."""
 
 ROUND = tl.constexpr("""{
@@ -132,8 +132,8 @@ def _block_row_kernel(
     """Multiply ROWS rows of W by a single row of x. Each step reads BLOCKS blocks of each of these rows of W.
 
     BY_ROW means that each row has a single scale, which all of its blocks share. The next kernel may start only when
-    all programs of this kernel have read their rows of W. If it could start earlier and had many small programs, these
-    would be distributed unevenly over the multiprocessors.
+    all programs of this kernel have read their rows of W. If the next kernel had many small programs and could start
+    earlier, its programs would be distributed unevenly over the multiprocessors.
     """
     COLUMNS: tl.constexpr = BLOCKS * WIDTH
     RUNS: tl.constexpr = COLUMNS // RUN
@@ -142,8 +142,8 @@ def _block_row_kernel(
     known = (row < N)[:, None]
     if RANKS:
         B = load_B(B_ptr, row, N, R, RANKS)
-    # Each run of columns has its own sum, so that a thread adds its own products. Only the last step adds across
-    # threads.
+    # Each run of columns has its own sum, so that a thread adds only its own products in the loop. Sums of several
+    # threads are added only after the loop.
     total = tl.zeros([ROWS, RUNS], tl.float32)
     if LOW != "awaited":
         end_previous(OVERLAPS)
@@ -158,8 +158,8 @@ def _block_row_kernel(
             scales = tl.load(scale_ptr + at + tl.zeros_like(block)[None, :], mask=known, other=0.0)
         else:
             scales = tl.load(scale_ptr + at * G + block[None, :], mask=known & (block < G)[None, :], other=0.0)
-        # A thread multiplies RUN elements of x, and can load half of them at once. With two loads, it has all of them,
-        # and threads need not exchange elements.
+        # A thread needs RUN elements of x, and loads half of them at a time. After two loads, the thread has all of
+        # them, so threads need not exchange elements.
         half = start * WIDTH + tl.arange(0, RUNS)[:, None] * RUN + tl.arange(0, RUN // 2)[None, :]
         first = tl.load(x_ptr + half, mask=half < K, other=0.0)
         second = tl.load(x_ptr + half + RUN // 2, mask=half + RUN // 2 < K, other=0.0)
@@ -224,7 +224,7 @@ def takes_width(width: int) -> bool:
 def takes_block_rows(x: Tensor, codes: Tensor, scales: Tensor, width: int) -> bool:
     """Return whether `block_rows` can multiply x by the weight.
 
-    `takes_float8_rows` must be True, and the width of the blocks must be supported.
+    The width of the blocks must be supported, the scales must be contiguous, and `takes_float8_rows` must be True.
     """
     return takes_width(width) and scales.is_contiguous() and takes_float8_rows(x, codes)
 

@@ -46,7 +46,7 @@ MULTIPLE = 16
 """Float8 products in hardware require that the sizes of the matrices are multiples of this number."""
 
 MAX_WIDTH = 65536
-"""Maximum number of elements of a row that can be quantized. There is a limit because one program quantizes a whole
+"""Maximum number of elements of a row that can be quantized. There is a maximum because one program quantizes a whole
 row."""
 
 MIN_CAPABILITY = (8, 9)
@@ -63,8 +63,7 @@ MOST_ROWS = 32
 
 TILE = 128
 TILE_WARPS = 8
-"""Number of rows, and also number of columns, of the tile of codes that a program transposes, and number of warps per
-program."""
+"""A program transposes a tile of codes with `TILE` rows and `TILE` columns, and has `TILE_WARPS` warps."""
 
 
 def quantize_rows_reference(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -143,9 +142,7 @@ def _dense_kernel(code_ptr, scale_ptr, w_ptr, C, BLOCK: tl.constexpr):
 
 
 def float8_dense(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize a matrix or stacked experts to ``dtype``. The weight consists of codes [..., C], and of one scale per
-    row, [...].
-    """
+    """Dequantize a matrix or stacked experts to ``dtype``, from codes [..., C] and one scale per row, [...]."""
     if not (use_triton(scales) and converts(codes.device) and codes.is_contiguous()):
         return codes.to(dtype).mul_(scales[..., None])  # codes are exact in every dtype; the product is in fp32
     weight = torch.empty(codes.shape, dtype=dtype, device=codes.device)
@@ -196,8 +193,8 @@ def float8_input_product(dy: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     rows = dy.reshape(-1, dy.shape[-1])
     if not multiplies(rows, codes):
         return dy @ float8_dense(codes, scales, dy.dtype)
-    # The scales of W's rows are inside this product's sum, so they multiply dy before it is rounded. The hardware takes
-    # the second matrix of a product by columns, so the codes are transposed in memory.
+    # The product sums over the rows of W, so dy is multiplied by the scales of these rows before dy is rounded. The
+    # hardware reads the second matrix of a product by columns, so the codes are transposed in memory.
     ones = scales.new_ones(codes.shape[1])
     return _scaled_mm(*quantize_rows(rows, scales), transposed(codes).t(), ones).view(*dy.shape[:-1], codes.shape[1])
 

@@ -5,14 +5,14 @@ In each row, a group of columns shares a scale.
     W = rounded(number(code) · scale)
 
 A byte holds the codes of two neighboring columns, with the code of the first column in the lower half. The formats
-differ in the numbers that the 16 codes stand for and in how scales are stored. The product of the number and the scale
-is computed in fp32 and rounded once, to bfloat16 (or to float16, see `GroupConstants`). The dequantized W is identical
-to the weight of a model that loads the checkpoint as dense weights.
+differ in the numbers that the 16 codes stand for, and in how scales are stored. The product of number and scale is
+computed in fp32 and rounded once, to bfloat16 (or to float16, see `GroupConstants`). The dequantized W is identical to
+the weight of a model that loads the checkpoint as dense weights.
 
 W is dequantized in one pass before each product, and freed after the product. If x has few rows, as in a decoding step,
 the forward does not dequantize W in memory. A kernel reads the codes, and dequantizes each tile of W in registers right
-before the product. The tiles have the same elements as a W that is dequantized in memory, but their products with x are
-summed in another order.
+before the product. The elements of these tiles are identical to those of a W that is dequantized in memory. Only the
+order in which the products with x are summed differs.
 """
 
 import math
@@ -58,8 +58,8 @@ MOST_ROWS = 32
 weight."""
 
 WIDTHS = 16, 256
-"""Minimum and maximum number of columns per group that the kernels for an x with few rows support. The number must be a
-power of 2."""
+"""Minimum and maximum width of groups, in columns, that the kernels for an x with few rows support. The width must also
+be a power of 2."""
 
 ROW_TILE = (4, 512, 4)
 TILES = ((8, 16, 128, 4), (32, 32, 128, 4))
@@ -89,11 +89,12 @@ class GroupConstants(NamedTuple):
 def group_number(code, table_ptr, CODES: tl.constexpr):
     """Return the fp32 numbers that the codes stand for. ``code`` is an int32 tensor of values from 0 to 15."""
     if CODES == "e2m1":
-        # Move the code's exponent and mantissa to an fp32 number, whose exponent bias is larger by 126.
+        # Move the code's sign, exponent and mantissa to the fields of an fp32 number. The exponent bias of fp32 is
+        # larger by 126, so the fp32 number is then multiplied by 2^126.
         bits = ((code & 7) << 22) | ((code & 8) << 28)
         return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
     elif CODES == "int4":
-        # If an fp32 number is at least 2^23, its last bits are an integer.
+        # From 2^23 to 2^24, the last mantissa bit of an fp32 number stands for 1. The fp32 number is thus 2^23 + code.
         return (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
     else:
         return tl.load(table_ptr + code)
@@ -107,7 +108,7 @@ def group_rounded(numbers, HALF: tl.constexpr):
 
 @triton.jit
 def load_pieces(code_ptr, pieces, NUMBERS: tl.constexpr, PIECES: tl.constexpr, LARGE: tl.constexpr):
-    """Load the codes of PIECES pieces [PIECES, 1]. A piece is an integer that holds NUMBERS codes with the same scale.
+    """Load the codes of PIECES pieces. A piece is an integer that holds NUMBERS codes with the same scale.
 
     Each thread has whole pieces, so threads exchange no data. Neighboring threads have neighboring pieces, so together
     they read and write contiguous memory. The results are::
@@ -116,7 +117,7 @@ def load_pieces(code_ptr, pieces, NUMBERS: tl.constexpr, PIECES: tl.constexpr, L
         lane      index of each piece among the program's pieces
         piece     index of each piece in the weight, in int64 if LARGE
         inside    whether the weight has this piece
-        codes     the codes of each piece
+        codes     the codes of each piece, [PIECES, 1] int32
     """
     # Without the hint, a thread would load several neighboring pieces at once.
     lane = tl.max_contiguous(tl.arange(0, PIECES), 1)
@@ -281,7 +282,8 @@ def groups_dense(
 def in_pieces(codes: Tensor, width: int) -> tuple[int, dict[str, Any]]:
     """Return the number of pieces into which the codes are split, and the constants that a launch of the kernel needs.
 
-    A piece has as many bytes as the alignment of the codes allows. ``width`` is the number of bytes of codes that share
+    The codes of a piece share a scale, and the address of a piece is a multiple of its size. A piece is as large as
+    these two conditions allow, but has at most `MOST_BYTES` bytes. ``width`` is the number of bytes of codes that share
     a scale.
     """
     aligned = codes.data_ptr() | width | MOST_BYTES

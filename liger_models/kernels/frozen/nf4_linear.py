@@ -143,8 +143,8 @@ class NormalFloat4(Format):
 
     For tensor parallelism (`slices`), each rank needs the factors of its own scales, but scales that share a factor may
     be in different slices. Several copies of each factor are therefore stored. Each copy then belongs to a shorter run
-    of consecutive scales, which are all in the same slice. Every rank also needs the mean and the table, so for slices,
-    these two form a separate tensor, ``constants``.
+    of consecutive scales, which are all in the same slice. Every rank also needs the mean and the table. `slices`
+    therefore moves these two to a separate tensor, ``constants``.
     """
 
     name = "nf4"
@@ -203,7 +203,9 @@ class NormalFloat4(Format):
         return nf4_rows(x, bias, packed, sizes, act, low_rank) if takes_nf4_rows(x, packed, sizes) else None
 
     def pack(self, weight: FrozenWeight) -> dict[str, Tensor]:
-        """For experts, return the tensors unchanged. For a single matrix, give codes and scales one row per block."""
+        """For experts, return the tensors unchanged. For a single matrix, give codes and scales one row per block, and
+        concatenate factors, mean and table.
+        """
         if len(weight.shape) == 3:
             return super().pack(weight)
         codes, scales, factors, mean, table = weight.tensors
@@ -236,7 +238,7 @@ class NormalFloat4(Format):
         block, per_factor = layout
         by_columns = dim == len(shape) - 1
 
-        # Count the consecutive scales that have the same factor in every slice.
+        # ``fewer`` is the number of consecutive scales that share a copy of a factor after slicing.
         scales = (columns // ranks if by_columns else rows // ranks * columns) // block
         fewer = math.gcd(scales, per_factor)
         tensors = dict(tensors)
@@ -250,9 +252,7 @@ class NormalFloat4(Format):
         return tensors, [block, fewer], dict.fromkeys(("codes", "scales", "factors"), dim)
 
     def quantize_part(self, numbers: Tensor, layout: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the codes, and the maximum absolute value of each block. From these values, `finish` computes the
-        scales.
-        """
+        """Return the codes, and the maximum absolute value of each block, from which `finish` computes the scales."""
         import torchao.quantization as torchao
 
         blocks = numbers.reshape(-1, layout[0])

@@ -13,7 +13,8 @@ instructions: one instruction turns the byte into an address, and the other read
 in the order in which the matrix units take them. Shared memory holds each of the 256 pairs 32 times, once in each bank.
 All lanes of a warp can therefore read their pairs in one access, no matter which bytes they look up. The matrix units
 compute products with eight columns. If x has more than two rows, each of these columns is a row of x. If x has one or
-two rows, each of the eight columns is a row of x in which all blocks but one are replaced by zeros.
+two rows, the matrix units multiply several blocks at a time. Each column is then a row of x in which all of these
+blocks but one are replaced by zeros.
 
 If the kernel in PTX does not support the number of rows, the GPU or the dtype, a kernel in plain Triton runs. On NVIDIA
 GPUs from Ampere on, the Triton kernel looks the numbers up in registers.
@@ -48,15 +49,15 @@ MOST_LOOKUPS = 8
 LOOKUP_BLOCK = 64
 LOOKUP_ROWS, LOOKUP_WARPS = 16, 4
 STEP_BLOCKS = 8
-"""Number of codes per block, number of rows of W per program, number of warps per program (among which the columns of W
-are divided), and number of blocks that a warp reads per step."""
+"""The kernel that looks up pairs requires blocks of `LOOKUP_BLOCK` codes. A program multiplies `LOOKUP_ROWS` rows of W,
+and divides the columns of W among `LOOKUP_WARPS` warps. A warp reads `STEP_BLOCKS` blocks of each row per step."""
 
 MOST_ROWS = 32
 """Maximum number of rows of x that are multiplied by the codes. An x with more rows is multiplied by the dequantized
 weight."""
 TILES = ((16, 32, 2, 2), (32, 64, 2, 2))
-"""Tiles of the kernel in plain Triton. For each tile: the maximum number of rows of x, the number of rows of W per
-program, the number of blocks that each step reads of each row of W, and the number of warps, each of which reads its
+"""Tiles of the kernel in plain Triton. Each entry consists of the maximum number of rows of x, the number of rows of W
+per program, the number of blocks that each step reads of each row of W, and the number of warps. Each warp reads its
 own scales."""
 
 
@@ -68,7 +69,7 @@ def _step(kind: str, columns: int) -> str:
     one of ``slots`` (8 / ``columns``) blocks. In a warp, the lane with index 4 · ``group`` + ``quarter`` holds codes of
     the rows ``group`` and ``group + 8`` of W. For column ``group`` of the product, the lane also holds the elements of
     x by which these codes are multiplied. The lane holds the sums of the columns 2 · ``quarter`` and 2 · ``quarter`` +
-    1. The codes of a block are held by two lanes, or by four lanes if ``columns`` is 8.
+    1. Two lanes hold the codes of a block, or four lanes if ``columns`` is 8.
 
     The operands are::
 
@@ -76,7 +77,7 @@ def _step(kind: str, columns: int) -> str:
         $4 to $7      old sums, in the same order
         $8, $9        addresses of the codes of the two rows
         $10           address of x
-        $11, $12      number of blocks of codes and of x from these addresses on
+        $11, $12      number of blocks of codes and of x that follow the blocks at these addresses
         $13           selects the codes by which x is multiplied; -1 selects no codes
         $14 to $17    two scales for each of the two rows
         $18           address from `fill`
@@ -98,8 +99,7 @@ def _step(kind: str, columns: int) -> str:
         ptx += f"min.s32 o, $12, {slots * repeat}; mad.wide.s32 p, o, 128, $10;\n"
         for i in range(0, numbers, 4):
             ptx += f"@loads ld.global.v4.b32 {names('x', numbers * repeat + i, 4)}, [p+{4 * i}];\n"
-    # Look up the two weights of each byte in shared memory, and multiply. The first product of each chain is added to
-    # zero.
+    # Look up the two numbers of each byte in shared memory, and multiply. The first product of each sum is added to 0.
     for repeat in range(repeats):
         chains = 4 // lanes  # independent sums
         for load in range(loads):
@@ -117,7 +117,7 @@ def _step(kind: str, columns: int) -> str:
                 before = c if load or j >= chains else "{" + ", ".join(["0f00000000"] * 4) + "}"
                 ptx += f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {c}, {names('a', 0, 4)}, "
                 ptx += f"{{{x[0]}, {x[1]}}}, {before};\n"
-        # Scale the sums of a block. With eight columns, other lanes hold the scales.
+        # Multiply the sums of a block by the block's scales. If ``columns`` is 8, other lanes hold the scales.
         scales = ["$14", "$15", "$16", "$17"]
         if columns == 2:
             scales = [f"${14 + repeat}"] * 2 + [f"${16 + repeat}"] * 2
@@ -148,17 +148,17 @@ prmt.b32 n, p, q, 0x7531; prmt.b32 p, p, q, 0x6420;
     )
     + "}"
 )
-"""PTX that loads the table at address $8. $0 to $3 are set to the upper bytes of its numbers, and $4 to $7 to the lower
-bytes. A lane gets these bytes from other lanes. If all lanes loaded the same bytes, ptxas would keep the bytes in
-uniform registers, and would copy them for each `prmt`."""
+"""PTX that loads the table at address $8. The registers $0 to $3 are set to the upper bytes of the table's numbers, and
+$4 to $7 to the lower bytes. A lane gets these bytes from other lanes. If all lanes loaded the same bytes, ptxas would
+keep the bytes in uniform registers, and would copy them for each `prmt`."""
 
 
 def _pairs() -> str:
     """Return PTX that looks up both numbers of each of the four bytes in $4.
 
     $0 and $1 are set to the first numbers of the bytes, and $2 and $3 to the second numbers. A `prmt` instruction
-    chooses four bytes out of eight. In one half of the table, it can therefore look up one byte of each of four
-    numbers.
+    chooses four bytes out of eight. It can therefore look up four numbers at once, but only one of the two bytes of
+    each number, and only in one half of the table.
     """
     ptx = "{\n.reg .b32 s, m, a, b, h, l;\nand.b32 s, $4, 0x77777777;\n"
     ptx += "shr.u32 m, $4, 1; lop3.b32 m, m, 0x44444444, 0x32103210, 0xEA;\n"
@@ -181,8 +181,8 @@ def nf4_scale(scale_ptr, factor_ptr, mean, block, inside, dtype: tl.constexpr, S
     """
     code = tl.load(scale_ptr + block, mask=inside, other=0).to(tl.float32)
     factor = tl.load(factor_ptr + block // SCALES_PER_FACTOR, mask=inside, other=1.0).to(tl.float32)
-    # If the operands have 7 and 8 significant bits, the quotient is never so close to a rounding tie of bfloat16 that
-    # the division must be exact.
+    # The code has at most 7 significant bits, and a factor in bfloat16 has 8. The quotient of such numbers is never so
+    # close to a rounding tie of bfloat16 that an inexact division would be rounded to another result.
     quotient = code / factor if dtype == tl.bfloat16 else tl.div_rn(code, factor)
     return (quotient.to(dtype).to(tl.float32) + mean).to(dtype).to(tl.float32)
 
@@ -222,7 +222,7 @@ def _nf4_lookup_kernel(
     row = tl.minimum(tl.program_id(0) * ROWS + group, N - 1).to(tl.int64)
     row8 = tl.minimum(tl.program_id(0) * ROWS + group + 8, N - 1).to(tl.int64)
     if COLUMNS == 2:
-        first, second = quarter, quarter + 4  # the blocks whose scales this thread has
+        first, second = quarter, quarter + 4  # the blocks whose scales this thread loads
     else:
         first, second = 2 * quarter, 2 * quarter + 1
     slot = group // COLUMNS

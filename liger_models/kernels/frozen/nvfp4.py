@@ -3,9 +3,9 @@
     W = bf16(number(code) · scale · factor)        ModelOpt
     W = bf16(number(code) · scale / factor)        compressed-tensors
 
-The codes are the same as in MXFP4. 16 columns of a row share a scale in float8 (e4m3), and a whole matrix has a factor
-in fp32. In memory, each row has its own copy of the factor, so that a packed projection can interleave the rows of
-several matrices. See `groups` for the kernels.
+The codes are the same as in MXFP4. In each row, 16 columns share a scale in float8 (e4m3). The whole matrix has one
+factor in fp32. In memory, each row has its own copy of the factor, so that a packed projection can interleave the rows
+of several matrices. See `groups` for the kernels.
 
 Source: https://github.com/NVIDIA/Model-Optimizer, ``torch/quantization/qtensor/nvfp4_tensor.py``.
 """

@@ -1,7 +1,7 @@
-"""Frozen weights in ops: the op arguments that represent a frozen weight, its products, and `quantized_linear`.
+"""Functions with which ops use frozen weights, and the op `quantized_linear`.
 
 A fused op takes a `Weight`, which is a dense tensor or a `FrozenWeight`, and multiplies by this weight with `product`
-and `input_product`.
+and `input_product`. `WEIGHT` represents a `Weight` by arguments of an op.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -31,7 +31,7 @@ def weight_for_op(weight: Weight) -> tuple[Any, ...] | None:
 
 
 def _weight_from_op(*arguments: Any) -> FrozenWeight:
-    # The layout begins with the number of the format and the number of dimensions, which says where the shape ends.
+    # The layout begins with the number of the format and the number of dimensions, which is the length of the shape.
     *tensors, (number, dims, *sizes), dtype = arguments
     stored = tuple(tensor for tensor in tensors if tensor is not None)
     return FrozenWeight(format_numbered(number), stored, torch.Size(sizes[:dims]), sizes[dims:], dtype)
@@ -107,9 +107,9 @@ class QuantizedLinearSaved(NamedTuple):
 
 
 class QuantizedLinearGradients(NamedTuple):
-    """One field for each input of the op that can have a gradient.
+    """The gradients of the op's inputs.
 
-    In a result of the backward, a field holds the gradient or None. In the argument ``needs``, it says whether the
+    In a result of the backward, a field holds the gradient or None. In the argument ``needs``, a field says whether the
     gradient is needed.
     """
 

@@ -1,7 +1,7 @@
 """A frozen, quantized weight, and the base class of its formats.
 
 In the forward and in the backward, an op dequantizes the weight right before each product, and frees the dequantized
-weight after the product. If there are few rows, as in a decoding step, the forward multiplies the rows by the codes
+weight after the product. If the input has few rows, as in a decoding step, the forward multiplies the rows by the codes
 without dequantizing the weight in memory. For the backward, only the stored tensors are saved, which takes no
 additional memory.
 
@@ -10,7 +10,7 @@ specific to a format is in a subclass of `Format`. Each format is defined and re
 formats quantize dense weights, and the other formats keep the codes and scales of a checkpoint::
 
     nf4       `nf4_linear`: 4-bit codes with 8-bit scales
-    float8    `frozen_float8_linear`: e4m3 codes with one scale per row, multiplied in float8 on devices that can do so
+    float8    `frozen_float8_linear`: e4m3 codes with one scale per row, with products in float8 where possible
     blocks    `float8_blocks`: e4m3 codes with one scale per block, row or matrix
     mxfp4     `mxfp4`: 4-bit codes with a power of 2 per 32 columns
     nvfp4     `nvfp4`: 4-bit codes with an 8-bit scale per 16 columns
@@ -19,8 +19,8 @@ formats quantize dense weights, and the other formats keep the codes and scales 
 
 `groups` has the kernels that the last four formats share.
 
-The default methods of `Format` suit formats in which each row of the weight has its own codes and scales. A format of
-this kind needs to implement only `quantize`, `tensors_like` and `dense`.
+The default methods of `Format` suit formats in which each row of the weight has its own codes and scales. Such a format
+needs to implement only `quantize`, `tensors_like` and `dense`.
 """
 
 import math
@@ -63,8 +63,8 @@ class FrozenWeight(NamedTuple):
         Args:
             weight: a floating-point tensor. If it is on the meta device, the result has no values either.
             name: name of the format.
-            device: the device to which the matrices are moved, one after the other, to be quantized. Default: the
-                weight's device.
+            device: the device on which the matrices are quantized. They are moved there one after the other. Default:
+                the weight's device.
 
         Raises:
             ImportError: the format needs torchao, which is not installed.
@@ -143,7 +143,7 @@ class FrozenWeight(NamedTuple):
         return 0
 
     def to(self, dtype: torch.dtype) -> "FrozenWeight":
-        """Return a weight that shares the stored tensors. Its dense weight has the dtype ``dtype``."""
+        """Return a weight that shares the stored tensors, but is dequantized to ``dtype``."""
         return self._replace(dtype=dtype)
 
     def new_empty(self, *size: Any, dtype: torch.dtype | None = None) -> Tensor:
@@ -154,7 +154,7 @@ class FrozenWeight(NamedTuple):
 
     def split(self, count: int) -> list["FrozenWeight"]:
         """Split the matrices of experts into groups of ``count`` experts."""
-        # [X, O, C] -> pieces [count, O, C], views of the same memory; the last one may be smaller.
+        # [X, O, C] -> pieces [count, O, C]. The pieces are views of the same memory, and the last one may be smaller.
         X, *matrix = self.shape
         pieces = []
         for first in range(0, X, count):
@@ -181,10 +181,10 @@ class FrozenWeight(NamedTuple):
 class Format:
     """A format in which quantized weights are stored.
 
-    `register` creates an instance, which can then be looked up by its name. A matrix [O, C] is stored as codes and
-    other tensors, such as scales. For experts, each tensor except the `shared` tensors has one more dimension in front.
-    The tensors become parameters of a layer. `apply_fsdp` and `apply_ep` shard these parameters along the first
-    dimension, and `apply_tp` shards them as `slices` describes.
+    `register` creates the only instance of a format, and `FORMATS` maps the format's name to this instance. A matrix
+    [O, C] is stored as codes and other tensors, such as scales. For experts, each tensor except the `shared` tensors
+    has one more dimension in front. The tensors become parameters of a layer. `apply_fsdp` and `apply_ep` shard these
+    parameters along the first dimension, and `apply_tp` shards them as `slices` describes.
     """
 
     name: ClassVar[str]
@@ -200,12 +200,13 @@ class Format:
     rounds_inputs: ClassVar[bool] = False
     """Whether some products also round x, so that a row's result depends on which kernel computes it."""
     is_kept: ClassVar[bool] = False
-    """Whether the tensors come from a checkpoint and are saved unchanged. If so, no dense weight can be quantized to
+    """Whether the tensors come from a checkpoint and are saved unchanged. If so, dense weights cannot be quantized to
     this format."""
     in_common: ClassVar[bool] = False
-    """Whether the ranks that hold parts of a matrix [O, C] quantize the matrix together; see `quantize_part`."""
+    """Whether the ranks that hold the parts of a matrix [O, C] must exchange statistics to quantize it; see
+    `quantize_part`."""
     remedy: ClassVar[str] = "another format"
-    """For error messages: what to use instead if a slice would end inside a block."""
+    """What error messages recommend instead of this format if a slice would end inside a block."""
 
     def layout(self, matrix: Sequence[int]) -> list[int]:
         """Return the integers that are needed to read the tensors of a matrix [O, C].
@@ -264,9 +265,7 @@ class Format:
         return dy @ self.dense(weight)
 
     def pack(self, weight: FrozenWeight) -> dict[str, Tensor]:
-        """Return the weight's tensors by name, in the shapes of the parameters. `slices` takes tensors in these
-        shapes.
-        """
+        """Return the weight's tensors by name, in the shapes that the layer's parameters have and `slices` expects."""
         return dict(zip(self.names, weight.tensors, strict=True))
 
     def unpack(self, tensors: dict[str, Tensor], shape: torch.Size, layout: Sequence[int]) -> tuple[Tensor, ...]:
@@ -276,8 +275,8 @@ class Format:
     def block(self, layout: Sequence[int], *, rows: bool) -> int:
         """Return the block size. The size of a slice must be a multiple of the block size.
 
-        With ``rows``, a slice consists of rows, and the size of a slice is its number of elements. Otherwise, a slice
-        consists of columns, and the size of a slice is its number of columns.
+        With ``rows``, a slice consists of rows, and its size is its number of elements. Otherwise, a slice consists of
+        columns, and its size is its number of columns.
         """
         return 1
 
@@ -307,7 +306,7 @@ class Format:
         Only formats with `in_common` have this method.
 
         Args:
-            numbers: [n, K], the elements of the dense weight that n rows of the codes store.
+            numbers: [n, K], the elements of the dense weight that are stored in n rows of the codes.
             layout: layout of the matrix.
 
         Returns:
@@ -316,7 +315,7 @@ class Format:
         raise NotImplementedError
 
     def finish(self, statistics: Tensor, layout: Sequence[int]) -> Sequence[Tensor]:
-        """From the statistics [N, m] of all ranks, compute all tensors of the whole matrix apart from its codes."""
+        """Compute all tensors of the whole matrix, except its codes, from the statistics [N, m] of all ranks."""
         raise NotImplementedError
 
 
