@@ -2,9 +2,9 @@
 
 Within `batch_invariant`, every product with a weight runs `invariant_linear`. Attention, expert products and the head
 run batch-invariant implementations. All other kernels of this package are always batch-invariant: one program computes
-a whole row, and its block size depends only on the width of the row. If a module calls ``F.linear``, a PyTorch function
-mode intercepts the call. On the CPU, the mode also intercepts elementwise functions, because the last elements of a
-tensor are computed by other CPU instructions than the elements before them.
+a whole row, and the block size depends only on the width of the row. If a module calls ``F.linear``, a PyTorch function
+mode intercepts the call. On the CPU, the mode also intercepts elementwise functions, because the CPU computes the last
+elements of a tensor with other instructions than the elements before them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +62,7 @@ ELEMENTWISE: tuple[Callable[..., Tensor], ...] = (
 
 
 class _InvariantFunctions(TorchFunctionMode):
-    """A function mode that runs `invariant_linear` in place of ``F.linear``. On the CPU, it also runs elementwise
+    """A function mode that runs `invariant_linear` in place of ``F.linear``. On the CPU, the mode also runs elementwise
     functions row by row.
     """
 

@@ -10,9 +10,9 @@ last R columns of the queries. In the same step, attention returns sums of laten
 multiplies these sums by the projections from latents to values.
 
 The matrices are parts of one weight. Either the rows or the columns of the matrices are contiguous, so the kernel takes
-the strides of the matrices as arguments. Before the previous kernel ends (see `overlap`), a program loads the whole
-part of a matrix that it needs. If x has a single row, the row is multiplied elementwise. With 2 to `MOST_ROWS` rows,
-the kernel uses matrix units.
+the strides of the matrices as arguments. Before the previous kernel ends (see `overlap`), a program loads all elements
+of a matrix that it needs. If x has a single row, the row is multiplied elementwise. With 2 to `MOST_ROWS` rows, the
+kernel uses matrix units.
 
 Source: https://arxiv.org/abs/2405.04434.
 """
@@ -38,7 +38,7 @@ from liger_models.kernels.rope.rope import (
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 ELEMENTS, MOST_COLUMNS = 8192, 1024
-"""Number of elements of a matrix that a program of four warps loads, and maximum number of columns of a matrix."""
+"""A program of four warps loads about `ELEMENTS` elements of a matrix. A matrix has at most `MOST_COLUMNS` columns."""
 
 
 def head_linear_reference(
@@ -99,7 +99,7 @@ def takes_heads(x: Tensor, weight: Tensor) -> bool:
     """Return whether `head_linear` supports rows x [B, T, ...] and a weight with H matrices [N, K] in this context.
 
     `head_linear` supports a single row, or up to `MOST_ROWS` rows in half precision. x must have the dtype of the
-    weight, and no gradient may be needed. Inside `batch_invariant`, the result is False.
+    weight, and gradients must be disabled. Inside `batch_invariant`, the result is False.
     """
     return (
         not torch.is_grad_enabled()

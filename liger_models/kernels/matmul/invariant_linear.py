@@ -6,9 +6,9 @@
 
 Libraries choose the kernel, the tile shape and the splitting of sums according to the number of rows. A row in a batch
 of 8 and the same row in a batch of 4096 therefore get results that differ in their last bits. In this layer, one kernel
-with a fixed tile shape computes every result. Each element of y is computed by the same instructions in every batch:
-they add the products in one accumulator, in the order of the columns of x. A tile with too few rows is padded. In plain
-PyTorch, each row is copied and multiplied separately.
+with a fixed tile shape computes every result. The same instructions compute an element of y in every batch: they add
+the products in one accumulator, in the order of the columns of x. A tile with too few rows is padded. The
+implementation in plain PyTorch copies each row and multiplies it separately.
 
 The backward uses ordinary matrix products, so gradients do depend on the batch::
 
@@ -56,15 +56,15 @@ TILES = {2: Tile(128, 128, 64, 8, 4), 4: Tile(64, 64, 32, 4, 3)}
 rows."""
 
 GROUPED_TILES = 8
-"""Number of row tiles in a group. The programs of a group have adjacent indices and run at the same time, so that they
-share the weight in the L2 cache."""
+"""Number of row tiles in a group. The programs of a group have adjacent indices and run at about the same time, so that
+they share the weight in the L2 cache."""
 
 
 def each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply ``function`` to a copy of each row [C] of x [..., C], one row at a time, and return the results [..., O].
 
-    On a CPU, even the result of an elementwise function depends on the element's position: the last few elements do not
-    fill a vector register, and are computed by other instructions.
+    On a CPU, even the result of an elementwise function depends on the element's position: if the last few elements do
+    not fill a vector register, other instructions compute them.
     """
     rows = x.reshape(-1, x.shape[-1])
     if not len(rows):
@@ -73,7 +73,7 @@ def each_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def invariant_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute the forward of `invariant_linear` in plain PyTorch, in fp64 for fp64 inputs."""
+    """Compute the forward of `invariant_linear` in plain PyTorch. If the inputs are fp64, so are all computations."""
     if not (x.numel() and len(weight)):
         return F.linear(x, weight, bias)
     return each_row(lambda row: F.linear(row[None], weight, bias)[0], x)

@@ -8,17 +8,17 @@
     z = x @ Wᵀ                            in fp32, for x and W of any dtypes (routers)
 
 If x has a single row, each program multiplies a few rows of W elementwise by x and sums the products. No partial sum
-goes through memory, and no matrix units are needed. For comparison, if W has few rows, the kernels of libraries reach
-only two thirds of the memory bandwidth.
+goes through memory, and no matrix units are needed. For comparison, if W has few rows, library kernels reach only two
+thirds of the memory bandwidth.
 
 If x has 2 to `MOST_ROWS` rows, the kernel uses matrix units. If W has too few rows to occupy all multiprocessors, the
 columns of W are split among several programs, and a second kernel adds the programs' sums. If W is small, however,
 launching a second kernel would take longer than reading W. For a small W and up to `MOST_SMALL_ROWS` rows of x, a
 single kernel with smaller tiles therefore computes all sums.
 
-Even if x has several rows, x @ Aᵀ and z are computed by the kernel for a single row, with a separate program for each
-element of the result. If x has a single row, then on Hopper and later GPUs the kernel for y runs at the same time as
-the kernel for x @ Aᵀ. The kernel for y waits for x @ Aᵀ only after it has computed its own sums (see `overlap`).
+Even if x has several rows, the kernel for a single row computes x @ Aᵀ and z, with a separate program for each element
+of the result. If x has a single row, the kernel for y runs at the same time as the kernel for x @ Aᵀ, on Hopper and
+later GPUs. The kernel for y waits for x @ Aᵀ only after it has computed its own sums (see `overlap`).
 """
 
 from typing import Any
@@ -47,35 +47,36 @@ ROWS = 4
 COLUMNS = 1024
 NUM_WARPS = 2
 STAGES = 3
-"""For a single row of x: number of rows and columns of W that a program reads per step, number of warps, and number of
-steps in flight. For a dense W, the data of the first step are loaded before the previous kernel has ended, and are
-multiplied last. For a float8 W, loading the first step early would be slower. On an H200, for the projections of Llama
-3.2 1B and 3B and of Llama 3 8B, these numbers are within 1 % of the best of 32 choices."""
+"""If x has a single row, a program reads `ROWS` rows and `COLUMNS` columns of W per step. It has `NUM_WARPS` warps and
+`STAGES` steps in flight. For a dense W, the data of the first step are loaded before the previous kernel has ended, and
+are multiplied last. For a float8 W, loading the first step early would be slower. On an H200, for the projections of
+Llama 3.2 1B and 3B and of Llama 3 8B, the kernel's time with these numbers is within 1 % of the best of 32 choices."""
 
 LOW_COLUMNS, LOW_COLUMNS_PER_WARP = 16384, 1024
-"""For x @ Aᵀ and z: maximum number of columns of a row of A or W that a program reads at once, and number of columns
-per warp. A whole row is nearly always read at once."""
+"""For x @ Aᵀ and z, a program reads up to `LOW_COLUMNS` columns of a row of A or W at once, and has one warp for every
+`LOW_COLUMNS_PER_WARP` of these columns. A whole row is nearly always read at once."""
 
 MOST_ROWS = 16
 """Maximum number of rows of x for which these kernels run. On an H200, for the projections of Llama 3.2 3B plus the
-activation, these kernels take 0.95 times as long as cuBLAS plus the activation kernel with 16 rows, and the same time
-with 64 rows."""
+activation, these kernels take 0.95 times as long as cuBLAS plus the activation kernel if x has 16 rows, and just as
+long if x has 64 rows."""
 
 TILE_ROWS, TILE_COLUMNS = 64, 128
 TILE_WARPS = 4
 TILE_STAGES = 4
-"""For several rows of x: number of rows and columns of W that a program reads per step, number of warps, and number of
-steps in flight. The columns are divided among so many programs that each multiprocessor gets about one program. On an
-H200, for the projections of Llama 3.2 3B and Llama 3 8B, these numbers are within 4 % of the best of 35 choices."""
+"""If x has several rows, a program reads `TILE_ROWS` rows and `TILE_COLUMNS` columns of W per step. It has `TILE_WARPS`
+warps and `TILE_STAGES` steps in flight. The columns are divided among so many programs that each multiprocessor gets
+about one program. On an H200, for the projections of Llama 3.2 3B and Llama 3 8B, the kernel's time with these numbers
+is within 4 % of the best of 35 choices."""
 
 SMALL, SMALL_TILE_ROWS = 2**22, 16
-"""Maximum number of elements of a small W, and number of rows of a small W that a program reads."""
+"""W is small if it has at most `SMALL` elements. A program reads `SMALL_TILE_ROWS` rows of a small W."""
 
 MOST_SMALL_ROWS = 64
 """Maximum number of rows of x for which these kernels run if W is small."""
 
 SUM_ROWS, SUM_WARPS = 32, 4
-"""Number of rows of partial sums that a program of the second kernel adds, and number of warps per program."""
+"""A program of the second kernel adds the partial sums for `SUM_ROWS` rows of W, and has `SUM_WARPS` warps."""
 
 MOST_RANKS = 256
 """Maximum rank of a low-rank term that the kernels add. A program holds its rows of B in registers."""
@@ -84,8 +85,8 @@ MIN_RANKS = 16
 """Minimum width of a tile of B, which matrix units require."""
 
 LowRank = tuple[Tensor, Tensor]
-"""A [R, C] and B [O, R] of the term ``(x @ Aᵀ) @ Bᵀ`` that a linear layer adds to its product. B is already multiplied
-by the scale of the term, such as LoRA's alpha / rank."""
+"""The matrices A [R, C] and B [O, R] of the term ``(x @ Aᵀ) @ Bᵀ`` that a linear layer adds to its product. B is
+already multiplied by the scale of the term, such as LoRA's alpha / rank."""
 
 
 def low_rank_pair(A: Tensor | None, B: Tensor | None) -> LowRank | None:
@@ -125,9 +126,9 @@ def low_rank_row(B, low_ptr, R, RANKS: tl.constexpr, LOW: tl.constexpr):
 def store_row(
     y, first, bias_ptr, y_ptr, product_ptr, N, HAS_BIAS: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """For one row of x, add the bias to ROWS sums, and store the results. With an ACT, also store act(gate) · up.
+    """For one row of x, add the bias to ROWS sums, and store the results. Unless ACT is "", also store act(gate) · up.
 
-    ``first`` is the index of the first sum. With an ACT, ``first`` is even.
+    ``first`` is the index of the first sum. Unless ACT is "", ``first`` is even.
     """
     row = first + tl.arange(0, ROWS)
     if HAS_BIAS:
@@ -147,9 +148,10 @@ def store_rows(
     y, bias_ptr, y_ptr, product_ptr, low_ptr, B_ptr, M, N, R, HAS_BIAS: tl.constexpr, ACT: tl.constexpr,
     RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add the low-rank term and the bias to the sums [ROWS, COLUMNS], and store the sums.
+    """Add the low-rank term and the bias to the sums [ROWS, COLUMNS], and store the results.
 
-    The tile of sums is transposed: its columns are the M rows of the result. With an ACT, also store act(gate) · up.
+    The tile of sums is transposed: its columns are the M rows of the result. Unless ACT is "", also store act(gate) ·
+    up.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS).to(tl.int64)
@@ -182,10 +184,10 @@ def _row_linear_kernel(
 ):  # fmt: skip
     """Multiply ROWS rows of W by one row of x. The second program index is the index of this row of x.
 
-    Without STAGES, the first step reads all columns of W, and the kernel has no loop.
+    If STAGES is 0, the first step reads all columns of W, and the kernel has no loop.
 
     If the kernels for x @ Aᵀ and for y run at the same time, LOW is "made" in the kernel for x @ Aᵀ and "awaited" in
-    the kernel for y. Otherwise LOW is empty.
+    the kernel for y. Otherwise, LOW is "".
     """
     if LOW != "made":
         start_next(OVERLAPS)
@@ -232,10 +234,10 @@ def _rows_linear_kernel(
 ):  # fmt: skip
     """Multiply ROWS rows of W by up to COLUMNS rows of x.
 
-    With several PARTS, the columns of W are divided into parts. A program then sums over one part only, and
+    If PARTS is greater than 1, the columns of W are divided into parts. A program then sums over one part only, and
     `_add_rows_kernel` adds up the sums of all parts.
 
-    With EARLY, the kernel may start before the previous kernel has ended, and W must not have scales.
+    With EARLY, the kernel may start before the previous kernel has ended. EARLY is not allowed if W has scales.
     """
     start_next(OVERLAPS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -381,10 +383,10 @@ def row_linear_forward(
     Args:
         x: [..., K], with at most as many rows as `takes_row` accepts.
         weight: [N, K].
-        bias: [N].
-        act: the activation; empty for none.
-        scales: [N] fp32, the scales of the rows of a float8 weight.
-        low_rank: A and B of a low-rank term, in the dtype of x.
+        bias: [N]; None for no bias.
+        act: the activation; "" for none.
+        scales: [N] fp32, the scales of the rows of a float8 weight; None for a dense weight.
+        low_rank: A and B of a low-rank term, in the dtype of x; None for no low-rank term.
 
     Returns:
         y [..., N], and act(gate) · up [..., N / 2], which is empty without an activation.
@@ -400,7 +402,7 @@ def row_linear_forward(
         if M == 1:
             # A single row is multiplied elementwise, without matrix units.
             columns = min(max(next_power_of_2(K), 32), COLUMNS)
-            # Without the loop, the kernel has a third of the registers, so that more programs run at once.
+            # Without the loop, the kernel needs a third of the registers, so that more programs run at once.
             stages = 0 if columns >= K and scales is None else STAGES
             _row_linear_kernel[(cdiv(N, ROWS),)](
                 x, weight, scales, *ends, N, K, R, weight.stride(0), HAS_SCALE=scales is not None, ROWS=ROWS,
@@ -503,7 +505,7 @@ WIDE = define_op(
 def wide_inference_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Compute ``x @ weightᵀ`` in at least fp32, whatever the dtypes of x and weight. Autocast has no effect.
 
-    If x has at most `MOST_ROWS` rows and no gradients are needed, a kernel reads x and weight in their own dtypes.
+    If x has at most `MOST_ROWS` rows and gradients are disabled, a kernel reads x and weight in their own dtypes.
     Otherwise, x and weight are cast to the dtype of the result.
 
     Args:

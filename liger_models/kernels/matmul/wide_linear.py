@@ -1,4 +1,4 @@
-"""A linear layer for router logits, with bf16 inputs and results that are as accurate as those of an fp32 product.
+"""A linear layer for router logits. Its inputs are in bf16, and its results are as accurate as those in fp32.
 
 ::
 
@@ -32,7 +32,7 @@ from liger_models.kernels.norm.partial_sums import sum_partials
 from liger_models.kernels.tiles import cdiv, contiguous_rows, next_power_of_2
 
 ROWS, COLUMNS = 64, 64
-"""Number of rows of x per tile, and number of columns that the forward sums on tensor cores before an fp32 addition."""
+"""A tile has `ROWS` rows of x. The forward sums `COLUMNS` columns on tensor cores before each fp32 addition."""
 
 MOST_OUTPUTS = 128
 """Maximum number of rows of W per tile."""
@@ -42,12 +42,12 @@ MIN_ROWS = 256
 GPU."""
 
 PROGRAMS, MOST_PARTS = 512, 16
-"""For dW, the rows are divided into parts such that there are about PROGRAMS programs, but into at most MOST_PARTS
+"""For dW, the rows are divided into so many parts that about `PROGRAMS` programs run, but into at most `MOST_PARTS`
 parts. These numbers do not depend on the device, so the order of the sum is the same on all devices."""
 
 
 def wide_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
-    """Compute `wide_linear` in plain PyTorch, in fp64 for fp64 inputs."""
+    """Compute `wide_linear` in plain PyTorch. If x is fp64, so are all computations."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return F.linear(x.to(wide), weight.to(wide))
 
@@ -71,7 +71,7 @@ def _wide_linear_kernel(
             weight_inside = weight_inside & (start + column < C)[:, None]
         x = tl.load(x_ptr + start, mask=x_inside, other=0.0)
         weight = tl.load(weight_ptr + start, mask=weight_inside, other=0.0)
-        # Without the last argument, the compiler would merge the addition into the product's accumulator.
+        # Without the last argument, the compiler would add in the product's accumulator, on the tensor core.
         total += tl.dot(x, weight, max_num_imprecise_acc=COLUMNS)
     inside = (row < N)[:, None] & (output < X)[None, :]
     tl.store(y_ptr + row[:, None] * X + output[None, :], total, mask=inside)
@@ -117,8 +117,9 @@ def _wide_linear_input_kernel(
 def _wide_linear_weight_kernel(
     dy_ptr, x_ptr, partial_ptr, N, X, C, part, x_n, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Write a tile [OUTPUTS, COLUMNS] of a partial sum of dW [X, C]. The sum is over ``part`` rows, and the tile is
-    computed as the transpose of xᵀ @ dy.
+    """Write a tile [OUTPUTS, COLUMNS] of a partial sum of dW [X, C].
+
+    The sum is over ``part`` rows. The tile is computed as the transpose of xᵀ @ dy.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -144,9 +145,7 @@ def _outputs(X: int) -> int:
 
 
 def _runs(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the Triton kernels run. If they do not, the op casts x and the weight to fp32 and multiplies
-    them.
-    """
+    """Return whether the Triton kernels run. Otherwise, the op casts x and the weight to fp32, and multiplies them."""
     return x.dtype == weight.dtype == torch.bfloat16 and use_triton(x) and len(x) >= MIN_ROWS
 
 
@@ -210,7 +209,7 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Compute ``x @ weightᵀ`` in fp32 from bf16 inputs, as accurately as after a cast of the inputs to fp32.
 
     Args:
-        x: [N, C]. Inputs of any dtype except bfloat16 are cast to fp32.
+        x: [N, C]. Unless x and weight are both bfloat16, they are cast to fp32, or to fp64 if x is fp64.
         weight: [X, C].
 
     Returns:
@@ -224,7 +223,7 @@ def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     check_floating(op, x=x, weight=weight)
     if not (x.dim() == weight.dim() == 2 and x.shape[1] == weight.shape[1] > 0):
         raise ValueError(f"{op}: x must be [N, C] and weight [X, C], got {list(x.shape)} and {list(weight.shape)}.")
-    # Without a cast of x, autograd saves what the op would save.
+    # If x is fp32 or fp64, x need not be cast. Autograd then saves x itself, as the op would, so the op is not needed.
     if x.dtype not in (torch.bfloat16, torch.float16) or not use_triton(x):
         return wide_linear_reference(x, weight)
     return FORWARD(x, weight)
