@@ -15,7 +15,7 @@ In the backward, the kernel that computes dx also recomputes ``a`` from x::
     relu2        act(x) = max(x, 0)²                     act'(x) = 2 · max(x, 0)
     xielu        see xielu.py; its coefficients also have gradients
 
-The forward saves x and W. Saving ``a`` as well would take F more elements of memory per token, where F is the width of
+The forward saves x and W. Saving ``a`` as well would take memory for F more elements per token, where F is the width of
 x.
 
 Source: https://arxiv.org/abs/1606.08415, relu2 https://arxiv.org/abs/2109.08668.
@@ -40,7 +40,7 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu2")
 
 BLOCK = 2048
 NUM_WARPS = 8
-"""Number of elements per program, and number of warps per program. In bf16, each thread loads one 16-byte vector."""
+"""A program processes `BLOCK` elements and has `NUM_WARPS` warps. In bf16, each thread loads one 16-byte vector."""
 
 
 def act_reference(x: Tensor, act: str) -> Tensor:
@@ -132,7 +132,10 @@ class ActLinearSaved(NamedTuple):
 
 
 class ActLinearGradients(NamedTuple):
-    """The gradients of the op's inputs. `ActLinearNeeds` has bools that say which gradients are needed."""
+    """The gradients of the op's inputs.
+
+    In `ActLinearNeeds`, the fields are bools that say which gradients are needed.
+    """
 
     x: Any
     weight: Any
@@ -207,8 +210,8 @@ def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str, coeffic
 
     Args:
         x: [..., F], float32, float16 or bfloat16.
-        weight: [O, F]. The result has the dtype of the weight, which may differ from the dtype of x. Autocast does not
-            change the dtype of the result.
+        weight: [O, F]. The result has the dtype of the weight, which may differ from the dtype of x. Autocast has no
+            effect on the dtype of the result.
         bias: [O] or None.
         act: "gelu", "gelu_tanh", "quick_gelu", "relu2" or "xielu".
         coefficients: [4], the coefficients of xIELU, as in `xielu`; None for all other activations.
@@ -217,8 +220,8 @@ def act_linear(x: Tensor, weight: Tensor, bias: Tensor | None, act: str, coeffic
         [..., O] in the dtype of the weight.
 
     Raises:
-        ValueError: the activation is unknown, the shapes do not match, coefficients are given although the activation
-            has none, or coefficients are missing.
+        ValueError: the activation is unknown, the shapes do not match, coefficients are given for an activation without
+            coefficients, or coefficients are missing for "xielu".
         TypeError: a tensor is not floating-point.
     """
     if act not in (*ACTIVATIONS, "xielu"):

@@ -7,8 +7,8 @@ Without a norm weight, N only casts::
     u = N(h) @ Wguᵀ + bgu                 gate and up interleaved
     y = A(u) @ Wdᵀ + bd
 
-Each projection may have its own low-rank term (LoRA), as in `norm_linear`. The matrices A and B of the low-rank term
-get gradients.
+Each projection may have its own low-rank term (LoRA), as in `norm_linear`. The two matrices of a low-rank term get
+gradients.
 
 In the backward, let dh be the gradient of the new residual stream. The steps run in this order::
 
@@ -27,7 +27,8 @@ recomputed. A compiler that saw the recomputation would save the tensors in the 
 If u is not saved and there are many rows, the forward and the backward process the rows in chunks, so that u, p, dn and
 N(h) exist only for one chunk at a time. The gradients of the weights are then summed over the chunks in fp32, and
 rounded once. If u is saved and the weights are frozen but not quantized, only the backward processes the rows in
-chunks, so that du, p, dn and N(h) exist only for one chunk.
+chunks, so that du, p, dn and N(h) exist only for one chunk at a time. With sequence parallelism, rows are processed in
+chunks only if u is not saved.
 
 With ``ranks``, the gates and ups are divided among the ranks, and each rank has the columns of Wd that belong to its
 gates and ups. The y of a rank is then only a partial result: the complete y is the sum over the ranks. In the backward,
@@ -83,23 +84,26 @@ from liger_models.kernels.norm.fused_norm import FusedNorm
 from liger_models.kernels.tiles import cdiv
 
 WORKSPACE_MIB = 1024
-"""Maximum size of u for one chunk, in MiB. For Llama-3-8B in bf16, a chunk has up to 18,724 rows. The fp32 sums over
-the chunks take 0.7 GiB for this model, so a smaller limit would save little memory."""
+"""Maximum size of u for one chunk, in MiB, unless a chunk would then have fewer than `MIN_CHUNK` rows. For Llama-3-8B
+in bf16, a chunk has up to 18,724 rows. The fp32 sums over the chunks take 0.7 GiB for this model, so a smaller limit
+would save little memory."""
 
 MIN_CHUNK = 16384
-"""The maximum number of rows per chunk is never less than this number, however much memory u takes. Each chunk reads
-and writes the fp32 sums of the weight gradients once. A calculation for an H200 says that this takes 1.5% of the time
-of a chunk's backward for a chunk of this size, and 3% for half as many rows. The two numbers do not depend on C and
-F."""
+"""The maximum number of rows per chunk is at least this number. Each chunk reads and writes the fp32 sums of the weight
+gradients once. On an H200, these reads and writes should take 1.5% of the time of a chunk's backward for a chunk of
+this size, and 3% for half as many rows (calculated, not measured). The two percentages do not depend on C and F."""
 
 FROZEN_ROWS = 8192
-"""Maximum number of rows per chunk of a backward in which u is saved and the weights need no gradients, as under LoRA.
-There are no sums of weight gradients then, and matrix products with more rows are not faster. Quantized weights are an
-exception: they are dequantized for each chunk, so all rows are processed at once."""
+"""Maximum number of rows per chunk of a backward in which u is saved and the weights need no gradients, as with LoRA.
+Such a backward sums no gradients of weights, and matrix products with more rows are not faster. If the weights are
+quantized, all rows are processed at once, because each chunk would dequantize the weights again."""
 
 
 def _even_rows(N: int, limit: int) -> int:
-    """Divide N rows into the fewest chunks of at most ``limit`` rows and about the same size. Return this size."""
+    """Divide N rows into the fewest chunks of at most ``limit`` rows, with about equal numbers of rows.
+
+    Return the number of rows per chunk.
+    """
     chunks = max(cdiv(N, limit), 1)
     return max(cdiv(N, chunks), 1)
 
@@ -184,7 +188,7 @@ class GatedMLPSaved(NamedTuple):
 
 
 class GatedMLPGradients(NamedTuple):
-    """The gradients of the op's inputs. `GatedMLPNeeds` has bools that say which gradients are needed.
+    """The gradients of the op's inputs. In `GatedMLPNeeds`, the fields are bools that say which gradients are needed.
 
     The backward op returns the gradient of the residual stream in the field ``residual``, and None in the field ``x``.
     """
@@ -274,7 +278,7 @@ def _forward_chunks(inputs: GatedMLPInputs, products: Products, rows: int, num_r
 
 
 def _forward_rows(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs:
-    """Compute the outputs for rows [N, C]. These are either all rows or the rows of one chunk."""
+    """Compute the outputs for rows [N, C], which are either all rows or the rows of one chunk."""
     (gate_up, down), ranks = products, inputs.ranks
     normed, stream, statistics = gate_up.normed(inputs.norm, inputs.x, inputs.residual)
     h = None if inputs.x is None else stream
@@ -360,13 +364,13 @@ def _backward_rows(
     d_norm, d_gate_up = NormGradients(), ProjectionGradients()
     dx = du = g = product = None
 
-    # Recompute u, bit for bit as in the forward.
+    # Recompute u, bitwise identical to the u of the forward.
     recomputed = u is None
     if recomputed and (need_du or needs.down.by_rows):
         u = gate_up.forward(gather_rows(gate_up.normed_again(norm, h, statistics, for_weight=False), ranks))
 
     # Continue the backward through the down projection and the activation, whose kernel also writes the gated product.
-    # If u was recomputed, du overwrites it.
+    # If u was recomputed, du overwrites u.
     dy_operand = down.upstream(dy, for_rows=need_du, for_weight=needs.down.weight)
     if u is not None and need_du:
         d_product, g = down.rows_gradient(dy_operand)  # [N, F]
@@ -507,12 +511,12 @@ def gated_mlp(
         norm_bias: [C], the bias of a LayerNorm; None for no bias.
         recompute: whether to recompute gate and up in the backward instead of saving them, at the cost of one more
             matrix product. The gradients do not change. The reference backend ignores this option.
-        need_y: whether y is needed. Callers that use only the gradient of y pass False. With ``recompute``, y is then
-            left uninitialized. The reference backend ignores this option.
-        ranks: tensor-parallel ranks, each of which has its own pairs of gate and up; None for one rank. y is then the
-            rank's part of a sum over the ranks, so down_bias must be None, and the caller adds the bias to the sum.
-            With ``ranks.sequence_parallel``, x and residual hold the rank's own tokens, y covers all tokens, and the
-            gradients of the norm's weights are sums over the rank's own tokens.
+        need_y: whether the caller uses the values of y. If not, and with ``recompute``, y is left uninitialized. The
+            gradients do not change. The reference backend ignores this option.
+        ranks: tensor-parallel ranks, each of which has its own pairs of gate and up; None for one rank. With ranks, y
+            is the rank's part of a sum over the ranks, so down_bias must be None, and the caller adds the bias to the
+            sum. With ``ranks.sequence_parallel``, x and residual hold the rank's own tokens, y covers all tokens, and
+            the gradients of the norm's weights are sums over the rank's own tokens.
         gate_up_low_rank: ``(A [R, C], B [2 F, R])`` in the dtype of the weights. ``(norm(residual) @ Aᵀ) @ Bᵀ`` is
             added to gate and up.
         down_low_rank: ``(A [R, F], B [O, R])``, the low-rank term of the down projection. With ranks, B of
@@ -549,7 +553,7 @@ def gated_mlp(
             weight_offset=weight_offset, scale_in_fp32=scale_in_fp32, norm=norm, norm_bias=norm_bias, ranks=ranks,
             gate_up_low_rank=gate_up_low_rank, down_low_rank=down_low_rank,
         )  # fmt: skip
-    # If no gradients are computed, nothing is saved, and gate and up are freed before the last product.
+    # If gradients are disabled, u is not saved, so that it can be freed before the last product.
     recompute = recompute or not torch.is_grad_enabled()
     outputs = FORWARD(
         GatedMLPInputs(

@@ -4,11 +4,10 @@
 
     y = x @ Wᵀ + b + (x @ Aᵀ) @ Bᵀ
 
-x @ Aᵀ is rounded to the dtype of W. If x has few rows, all terms of y are summed in fp32, and y is rounded once.
-
-If x has few rows, two launches of special kernels compute the layer. The kernels are from `row_linear`, `nf4_linear`,
-`frozen_float8_linear` or `float8_blocks`. The first launch computes x @ Aᵀ. The second launch multiplies x by W, and
-adds the low-rank term to the sums. `norm_linear` and `gated_mlp` use the same kernels.
+x @ Aᵀ is rounded to the dtype of W. If x has few rows, two launches of special kernels compute the layer. The first
+launch computes x @ Aᵀ. The second launch multiplies x by W, and adds the low-rank term to the sums. All terms of y are
+summed in fp32, and y is rounded once. The kernels are those of `row_linear` for a dense W, and those of W's format for
+a frozen W (see `FrozenWeight`). `norm_linear` and `gated_mlp` use the same kernels.
 """
 
 from typing import NamedTuple

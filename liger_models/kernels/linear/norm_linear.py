@@ -14,19 +14,19 @@ weights, and N(h)::
     dA = gᵀ @ N(h),   dB = dyᵀ @ (N(h) @ Aᵀ)
 
 The forward saves h, the weights, and the fp32 statistics of the norm for each row. The statistics are one number per
-row for RMSNorm, and two for LayerNorm. With a low-rank term, no additional activations are saved, because the backward
-recomputes the normalized rows for dA and dB, too. Gradients that are not needed are not computed. Every other gradient
-has the dtype of its input. The backward is a single op, so that compilers do not see that N(h) is recomputed. A
-compiler that saw the recomputation would save N(h) in the forward instead.
+row for RMSNorm, and two for LayerNorm. A low-rank term adds no saved activations, because dA and dB are computed from
+the recomputed N(h). Gradients that are not needed are not computed. Every other gradient has the dtype of its input.
+The backward is a single op, so that compilers do not see that N(h) is recomputed. A compiler that saw the recomputation
+would save N(h) in the forward instead.
 
-A frozen W may be quantized (`FrozenWeight`). If so, either the products with W run in float8, or W is dequantized
+A frozen W may be quantized (`FrozenWeight`). Either the products with a quantized W run in float8, or W is dequantized
 twice: before the product that computes y, and again before the product that computes dn. After each product, the
 dequantized W is freed. Only the quantized W is saved, which takes no additional memory.
 
 With ``ranks``, each rank has its own rows of W, and dn is summed over the ranks before N' is applied. With
-``ranks.sequence_parallel``, each rank also has its own tokens. N(h) is then gathered before each product that uses
-N(h), dn is reduce-scattered, and y covers all tokens. The gathered N(h) is not saved. B is sharded by rows, like W. The
-dA of a rank is only a partial result: the caller must sum dA over the ranks.
+``ranks.sequence_parallel``, each rank also has its own tokens. N(h) is then gathered before each product with N(h), dn
+is reduce-scattered, and y covers all tokens. The gathered N(h) is not saved. B is sharded by rows, like W. The dA of a
+rank is only a partial result: the caller must sum dA over the ranks.
 
 Source: https://arxiv.org/abs/1910.07467 (RMSNorm), https://arxiv.org/abs/1607.06450 (LayerNorm),
 https://arxiv.org/abs/2205.05198 (sequence parallelism), https://arxiv.org/abs/2106.09685 (LoRA).
@@ -151,7 +151,7 @@ class NormLinearSaved(NamedTuple):
 
 
 class NormLinearGradients(NamedTuple):
-    """The gradients of the op's inputs. `NormLinearNeeds` has bools that say which gradients are needed.
+    """The gradients of the op's inputs. In `NormLinearNeeds`, the fields are bools that say which gradients are needed.
 
     The backward op returns the gradient of the residual stream in the field ``residual``, and None in the field ``x``.
     """
@@ -206,8 +206,8 @@ def norm_linear_backward(
     need_stream = needs.x or needs.residual
     dx = g = rows = d_norm_weight = d_norm_bias = None
 
-    # Continue the backward through the product and the norm. If a gradient below needs the normalized rows, the norm's
-    # kernel also writes these rows.
+    # Continue the backward through the product and the norm. The norm's kernel also writes the normalized rows if the
+    # gradients of the projection's parameters need them.
     if need_stream or needs.norm.weight or needs.norm.bias:
         dn, g = product.rows_gradient(dy)
         dx, d_norm_weight, d_norm_bias, rows = norm.backward(

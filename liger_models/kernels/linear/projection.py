@@ -32,7 +32,7 @@ from liger_models.kernels.tiles import accumulate
 Gradients = TypeVar("Gradients", bound=tuple[Any, ...])
 
 
-# Two kinds of op arguments: the low-rank term of a projection, and the ranks that hold the projection's shards.
+# These op arguments represent the low-rank term of a projection, and the ranks that hold the projection's shards.
 LOW_RANK = Argument("Tensor? {0}_A=None, Tensor? {0}_B=None", tuple, low_rank_pair)
 RANKS = Argument("str {0}_group='', int {0}_size=1, bool {0}_sequence=False", for_op, ranks_from_op)
 
@@ -56,7 +56,10 @@ class Projection(NamedTuple):
 
 
 class ProjectionGradients(NamedTuple):
-    """The gradients of a projection's parameters. `ProjectionNeeds` has bools that say which gradients are needed."""
+    """The gradients of a projection's parameters.
+
+    In `ProjectionNeeds`, the fields are bools that say which gradients are needed.
+    """
 
     weight: Any = None
     bias: Any = None
@@ -65,8 +68,9 @@ class ProjectionGradients(NamedTuple):
 
     @property
     def by_rows(self) -> bool:
-        """Whether the backward needs the projection's input rows, which it does for the gradient of the weight, A or
-        B.
+        """Whether the backward needs the projection's input rows.
+
+        The gradients of the weight, A and B depend on the input rows.
         """
         return bool(self.weight or self.low_rank_A or self.low_rank_B)
 
@@ -79,7 +83,10 @@ ProjectionNeeds = Annotated[ProjectionGradients, bool]
 
 
 class NormGradients(NamedTuple):
-    """The gradients of a norm's parameters. `NormNeeds` has bools that say which gradients are needed."""
+    """The gradients of a norm's parameters.
+
+    In `NormNeeds`, the fields are bools that say which gradients are needed.
+    """
 
     weight: Any = None
     bias: Any = None
@@ -102,8 +109,7 @@ def mark_constants(ctx: Any, h: Tensor | None, need_stream: bool, *constants: Te
 
 
 def of_stream(gradients: Gradients, dx: Tensor | None, needs: Any) -> Gradients:
-    """Return a copy of ``gradients`` in which dx, the gradient of the residual stream, is the gradient of both x and
-    the residual.
+    """Return a copy of ``gradients`` in which both x and the residual have the gradient dx of the residual stream.
 
     A gradient that is not needed is None.
     """
@@ -140,7 +146,9 @@ class Product:
 
     @property
     def normed_dtype(self) -> torch.dtype | None:
-        """The dtype of normalized rows that the norm's backward writes for `gradients`; None if none are written."""
+        """The dtype in which the norm's backward writes the normalized rows for `gradients`; None if it writes no
+        rows.
+        """
         return self.dtype
 
     def normed(self, norm: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Any, Tensor, Tensor]:
@@ -158,7 +166,7 @@ class Product:
     def gated_forward(self, rows: Any, act: str) -> tuple[Tensor, Tensor | None]:
         """Compute y from rows [N, C], where y holds gates and ups.
 
-        If the kernel also computes `gated_act` of y, the second result is `gated_act` of y. Otherwise, it is None.
+        The second result is `gated_act` of y if the kernel also computes `gated_act`, and None otherwise.
         """
         rows = rows.to(self.dtype)
         both = few_rows(rows, self.weight, self.bias, act, self.low_rank)
@@ -278,7 +286,7 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def sum_dtype(dtype: torch.dtype, chunked: bool) -> torch.dtype | None:
     """Return the dtype in which gradients of chunks are summed.
 
-    Without chunks, the result is None, because nothing is summed: each gradient then has the dtype of its parameter.
+    Without chunks, nothing is summed, and each gradient has the dtype of its parameter. The result is then None.
     """
     return torch.promote_types(dtype, torch.float32) if chunked else None
 
@@ -286,7 +294,7 @@ def sum_dtype(dtype: torch.dtype, chunked: bool) -> torch.dtype | None:
 def weight_gradient(total: Tensor | None, dy: Tensor, rows: Tensor, chunked: bool) -> Tensor:
     """Compute ``dyᵀ @ rows``.
 
-    With chunks, the gradient is in fp32, and is added to ``total``, the sum over the previous chunks.
+    With chunks, the gradient is in fp32, and is added in place to ``total``, the sum over the previous chunks.
     """
     if not chunked:
         return dy.t() @ rows
