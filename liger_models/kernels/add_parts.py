@@ -12,8 +12,8 @@ from liger_models.kernels.tiles import cdiv
 
 BLOCK = 2048
 NUM_WARPS = 8
-"""Number of results per program, and number of warps per program. A thread loads eight bf16 elements in one 16-byte
-vector."""
+"""A program computes `BLOCK` results and has `NUM_WARPS` warps. In bf16, a thread loads one 16-byte vector of each
+part."""
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def add_parts(parts: Tensor, out: Tensor, divisor: int = 1) -> None:
 
     Args:
         parts: [R, N], floating-point, contiguous.
-        out: [N], contiguous.
+        out: [N], contiguous. If ``out`` is not in fp32, PyTorch's reduction runs.
         divisor: the number by which the sum is divided.
     """
     if use_triton(parts) and out.dtype == torch.float32:

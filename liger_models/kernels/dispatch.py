@@ -141,11 +141,10 @@ def is_differentiable(*tensors: Tensor | None) -> bool:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Return a context manager that makes the device of ``x`` the current device. Triton launches kernels on this
-    device.
-    """
+    """Return a context manager that makes the device of ``x`` the current device, on which Triton launches kernels."""
     if x.device.type == "cuda":
-        # Skip the checks of `torch.cuda.current_device`, which are unnecessary because a tensor is already on a GPU.
+        # The checks in `torch.cuda.current_device` are unnecessary, because a tensor is already on a GPU. The private
+        # function skips them.
         return _SAME_DEVICE if torch._C._cuda_getDevice() == x.device.index else torch.cuda.device(x.device)
     if x.device.type == "xpu":
         return torch.xpu.device(x.device)

@@ -1,11 +1,11 @@
 """Looks up table rows by id. The backward sums the gradients of equal ids.
 
-The forward is y_n = w[id_n]. In the backward, dw[v] is the sum of dy_n over all n with id_n = v, in fp32 and in the
-order of n. dw[v] is 0 if no id is v. The ids are sorted first, so that equal ids are neighbors. In a first kernel, each
-program goes through a chunk of `CHUNK` sorted ids. If all occurrences of an id are in one chunk, the kernel writes the
-sum for the row of this id. If they extend over several chunks, the kernel writes a partial sum in fp32 for each of
-these chunks. A second kernel adds the partial sums of a row in the order of the chunks. There are no atomic additions,
-so repeated runs are bitwise identical.
+The forward is y_n = w[id_n]. In the backward, dw[v] is the sum of dy_n over all n with id_n = v, in fp32. dw[v] is 0 if
+no id is v, or if v is the index of the padding row. The ids are sorted first, so that equal ids are neighbors. In a
+first kernel, each program goes through a chunk of `CHUNK` sorted ids. If all occurrences of an id are in one chunk, the
+kernel writes the sum for the row of this id. If the occurrences extend over several chunks, the kernel writes a partial
+sum in fp32 for each of these chunks. A second kernel adds the partial sums of a row in the order of the chunks. There
+are no atomic additions, so repeated runs are bitwise identical.
 
 Only the ids are saved for the backward.
 """
@@ -20,12 +20,13 @@ from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 CHUNK, COLUMNS, WARPS = 8, 1024, 4
-"""Number of sorted ids per program, maximum number of columns per program, and number of warps per program. In bf16,
-a thread loads one 16-byte vector of each row, and the loads of all rows are in flight at the same time."""
+"""A program of either kernel has `WARPS` warps and processes up to `COLUMNS` columns of a chunk of `CHUNK` sorted ids.
+In bf16, a thread of the first kernel loads one 16-byte vector of each row, and the loads of all rows are in flight at
+the same time."""
 
 CHUNKS, STAGES = 1024, 4
-"""For the second kernel: number of chunks whose first ids a program reads at a time, and number of partial sums that
-the program has in flight."""
+"""A program of the second kernel reads the first ids of `CHUNKS` chunks at a time, and has the loads of `STAGES`
+partial sums in flight."""
 
 
 def embedding_reference(weight: Tensor, ids: Tensor, padding_idx: int | None = None) -> Tensor:

@@ -8,8 +8,8 @@ dtypes of the tensors, the block shapes of tensor descriptors, all integers and 
 determines all of these properties except alignments. A kept kernel is therefore used only for launches in which all
 tensors begin at multiples of 16 bytes.
 
-Triton itself performs all other launches: launches of new kernels, launches on devices other than NVIDIA GPUs, launches
-with tensor subclasses, and launches that hooks observe.
+Triton itself performs all other launches: launches of new kernels, launches with tensors of other alignments, launches
+on devices other than NVIDIA GPUs, launches with tensor subclasses, and launches that hooks observe.
 """
 
 from functools import partial
@@ -27,7 +27,7 @@ MOST_KEPT = 4096
 the number of tokens, adds a kept kernel."""
 
 ALIGNMENT = 16
-"""Triton compiles another kernel if a pointer is not a multiple of this number of bytes."""
+"""Alignment in bytes. If a pointer is not a multiple of this number, Triton compiles another kernel."""
 
 NO_GPU = -1
 """The device index of a CPU tensor."""
@@ -98,7 +98,7 @@ class Kernel(JITFunction):  # type: ignore[misc]
         return _get(self, grid)(*args, **options)
 
     def _keep(self, key: tuple[Any, ...], kernel: Any, given: int, options: dict[str, Any]) -> Any:
-        """Keep the compiled kernel that Triton has just launched for later launches with the same key, and return the
+        """Store the compiled kernel, which Triton has just launched, for later launches with the same key. Return the
         kernel.
 
         ``given`` is the number of arguments that the launch passed by position.

@@ -31,8 +31,8 @@ _active = False
 def overlapping(active: bool = True) -> Iterator[None]:
     """Return a context manager in which kernels overlap or, with ``active=False``, do not overlap.
 
-    No kernel in this context may write to a weight. This holds for every tensor that is passed to `row_linear` as its
-    weight.
+    No kernel in this context may write to a weight. Every tensor that is passed to `row_linear` as its weight counts as
+    a weight.
     """
     global _active
     before, _active = _active, active
@@ -48,7 +48,7 @@ def can_overlap(device: torch.device) -> bool:
 
 
 def overlap(x: Tensor) -> dict[str, Any]:
-    """Return the options of a launch on the device of ``x``: OVERLAPS and, if kernels overlap, ``launch_pdl``."""
+    """Return the launch options for the device of ``x``: OVERLAPS and, if kernels overlap, ``launch_pdl``."""
     return {"OVERLAPS": True, "launch_pdl": True} if _active and can_overlap(x.device) else {"OVERLAPS": False}
 
 
