@@ -1,8 +1,8 @@
 """Gated activations (SwiGLU, GeGLU) of a packed projection, in which gate and up are interleaved.
 
-Element 2f of ``gate_up`` is gate f, and element 2f + 1 is up f. If tensor parallelism divides the indices f among
-ranks, this order gives each rank a contiguous slice of the rows of the projection's weight. The forward computes the
-activation in fp32. s stands for ``gate_scale``, which is usually 1::
+Element 2f of ``gate_up`` is gate f, and element 2f + 1 is up f. Tensor parallelism splits the indices f into contiguous
+ranges, one per rank. Because of the interleaving, the rows of the projection's weight that a rank needs are also
+contiguous. The forward computes the activation in fp32. s stands for ``gate_scale``, which is usually 1::
 
     a = cast(act(s · gate))               cast to the input dtype before the product, as in Hugging Face's models
     y = cast(a · up)
@@ -16,8 +16,8 @@ The backward runs in fp32 and recomputes ``a`` with the same cast::
                  z(g) = √(2/π) · (g + 0.044715 · g³)     since (1 + tanh(z)) / 2 = σ(2z)
     gelu         act(g) = g · Φ(g)                       act'(g) = Φ(g) + g · φ(g)
 
-Only gate_up is saved for the backward. On request, the backward kernel also writes y, because the weight gradient of
-the next projection is computed from y.
+Only gate_up is saved for the backward. On request, the backward kernel also writes y, which the weight gradient of the
+next projection needs.
 
 Source: https://arxiv.org/abs/2002.05202, https://arxiv.org/abs/1606.08415.
 """
@@ -37,8 +37,8 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 BLOCK = 1024
 NUM_WARPS = 8
 """Number of results per program, and number of warps per program. In bf16, a thread loads 4 pairs of gate and up in one
-16-byte vector and computes 4 results. Splitting the pairs and interleaving the results then need no shared memory. With
-8 pairs per thread, both would need it."""
+16-byte vector and computes 4 results. With 4 pairs per thread, splitting the pairs and interleaving the gradients need
+no shared memory. With 8 pairs per thread, they would."""
 
 
 def gated_act_reference(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
@@ -143,8 +143,8 @@ def gated_act_backward(
 
     Args:
         overwrite_dy: whether to write the forward's output into dy.
-        overwrite_gate_up: whether to write the gradient into gate_up. If dy or gate_up is overwritten, it must belong
-            to the caller, and the caller must no longer need its values.
+        overwrite_gate_up: whether to write the gradient into gate_up. A tensor that is overwritten must belong to the
+            caller, and the caller must no longer need its values.
 
     Returns:
         ``(d_gate_up, product)``, where the product is the forward's output, or None without ``need_product``.

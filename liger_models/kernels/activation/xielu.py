@@ -5,14 +5,14 @@ With the coefficients p and n, and the constants β and ε, the forward computes
     y = cast(p · x² + β · x)                               for x > 0
     y = cast(n · (exp(min(x, ε)) − 1 − x) + β · x)         otherwise
 
-The backward sums the gradients of the coefficients over all elements; each program writes a partial sum in fp32::
+The backward sums the gradients of the coefficients over all elements. Each program writes a partial sum in fp32::
 
     dx = dy · (2 · p · x + β)                 dp = Σ dy · x²                           for x > 0
     dx = dy · (n · (exp(x) − 1) + β)          dn = Σ dy · (exp(min(x, ε)) − 1 − x)     for x < ε
     dx = dy · (β − n)                         dn as above                              otherwise
 
-For small x, ``exp(x) − 1 − x`` is close to x² / 2, and subtracting 1 and x from a rounded exp(x) would lose all digits.
-For x from −1/2 to 0, the kernel therefore evaluates a polynomial instead of this formula.
+For x close to 0, ``exp(x) − 1 − x`` is close to x² / 2. Subtracting 1 and x from a rounded exp(x) would lose all
+significant digits. For x from −1/2 to 0, the kernel therefore evaluates a polynomial instead of this formula.
 
 Source: https://arxiv.org/abs/2411.13010; ε is from the implementation in transformers.
 """
@@ -53,9 +53,9 @@ def _remainder(x):
 
 @triton.jit
 def _parts(x, eps):
-    """Return the numbers by which the formula for y multiplies p and n, and exp(min(x, ε)) − 1.
+    """Return the factor of p in y, the factor of n in y, and exp(min(x, ε)) − 1.
 
-    For each x, the formula for y contains either p or n. The coefficient that it does not contain is multiplied by 0.
+    For each x, the formula for y contains only one of p and n. The factor of the other coefficient is 0.
     """
     bounded = tl.minimum(x, eps)
     remainder = _remainder(bounded)
@@ -120,12 +120,12 @@ def xielu_backward(
     Args:
         dy, x: [...] in any floating-point dtype.
         coefficients: as in `xielu`.
-        need_y: whether to recompute the forward's output y. y overwrites dy, which must belong to the caller and
+        need_y: whether to recompute the forward's output y. y then overwrites dy, which must belong to the caller and
             have the dtype of x.
         need_sums: whether to compute the gradient of the coefficients.
 
     Returns:
-        ``(dx, y, d_coefficients)``; the last two are None if they are not needed.
+        ``(dx, y, d_coefficients)``. y and d_coefficients are None if they are not requested.
     """
     x = x.contiguous()
     dy = dy.contiguous().to(x.dtype)
