@@ -1,7 +1,7 @@
 """Rounding of matrices to float8, and products of the rounded matrices.
 
-A matrix has one scale, or one scale per row. MAX is the largest number in the float8 format. max(|x|) is over the whole
-matrix, or over the row if each row has a scale. With ``power_of_2``, s is rounded down to a power of 2::
+A matrix has one scale, or one scale per row. MAX is the largest number in the float8 format. max(|x|) is taken over the
+whole matrix, or over a row if each row has its own scale. With ``power_of_2``, s is rounded down to a power of 2::
 
     s = MAX / max(|x|)
     q = float8(x · s)
@@ -381,7 +381,7 @@ def _limits(dtype: torch.dtype, power_of_2: bool) -> dict[str, object]:
 
 
 def add_amax(matrix: Matrix, amax: Tensor) -> None:
-    """Raise ``amax``, in place, to at least the largest absolute value of the matrix or, with [C], of each column.
+    """Raise ``amax`` in place to the largest absolute value of the matrix, or of each column, if ``amax`` is smaller.
 
     Args:
         amax: fp32, [1] for one maximum, or [C] for a maximum per column.
@@ -434,8 +434,9 @@ def round_tiles(
         product = torch.empty(C // 2, padded, dtype=float8_dtype(x.device), device=x.device)
         product_inverse = torch.ones((), dtype=torch.float32, device=x.device)
     pointers, constants = _arguments(matrix)
-    # fp32 matrices are stored by rows and by columns in two launches. If one conversion from fp32 to float8 is used by
-    # both stores, the assembler of Triton 3.6 reads some of the converted values from a wrong register.
+    # fp32 matrices are stored by rows and by columns in two launches. If both stores use the same conversion from fp32
+    # to float8, the assembler of Triton 3.6 generates code that reads some of the converted values from a wrong
+    # register.
     launches = [(True, False), (False, True)] if rows and columns and x.dtype == torch.float32 else [(rows, columns)]
     for store_rows, store_columns in launches if N * C else ():
         with on_device_of(x):
@@ -491,9 +492,9 @@ def round_matrix(
         gradient: whether the matrix is a gradient, which some recipes round to e5m2.
         rows: whether to round by rows, [N, C].
         columns: whether to round by columns, [C, N], with N padded to a multiple of 16.
-        amax: [1] fp32, the largest absolute value of the previous matrices. 0 or None means that there are no previous
-            matrices. With one scale per operand, ``amax`` is raised in place to the largest absolute value of this
-            matrix. With one scale per row, ``amax`` is not used.
+        amax: [1] fp32, the largest absolute value of the matrices that were rounded before this one, such as earlier
+            chunks; 0 or None if there were none. With one scale per operand, ``amax`` is raised in place to the largest
+            absolute value of this matrix. With one scale per row, ``amax`` is not used.
         known: whether amax is already at least the largest absolute value of this matrix.
     """
     dtype = float8_dtype(matrix.x.device, gradient and recipe.wide_gradients)
@@ -587,11 +588,10 @@ def transposed(matrix: Float8) -> Float8:
 def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 | None = None) -> Float8:
     """Round a weight [O, C] by rows, for the product that computes y.
 
-    If the recipe has one scale per operand, and ``amax`` [1] is below the largest absolute value of the weight,
-    ``amax`` is set to this value.
+    With one scale per operand, ``amax`` [1] is raised in place to the largest absolute value of the weight.
 
-    If the ranks have already rounded their own rows with one scale, and have gathered all rounded rows, ``gathered``
-    holds these rows. The values of ``weight`` are then not read.
+    If the ranks rounded their shards of the weight before gathering them, ``gathered`` holds the rounded rows, which
+    have a single scale. The values of ``weight`` are then not read.
     """
     return round_matrix(plain(weight), recipe, amax=amax)[0] if gathered is None else gathered
 
@@ -619,7 +619,7 @@ def rms_norm_round(
     """Compute ``h = residual + x`` and `rms_norm` of h, rounded by rows. Return ``(rows, h, rstd)``.
 
     Rows must have at most `row_norm.MAX_TILE` columns. With one scale per row, a single kernel computes everything.
-    Otherwise, a first kernel computes the maximum absolute value in ``amax`` [1], and a second kernel rounds.
+    Otherwise, a first kernel raises ``amax`` [1] to the largest absolute value, and a second kernel rounds.
     """
     # The kernel adds and normalizes. With one scale per row, it also rounds; otherwise, it finds the maximum.
     residual = residual.contiguous()

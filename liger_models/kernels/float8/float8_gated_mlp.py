@@ -199,9 +199,8 @@ def float8_gated_mlp(
         act: "silu", "gelu_tanh" or "gelu".
         recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
         recompute, need_y: as in `gated_mlp`.
-        gathered: q(Wgu) and q(Wd) with one scale each, from a caller that has already rounded the weights. Each may be
-            None, and the op then rounds the weight. If a rounded weight is given, the values of the unrounded weight
-            are not read.
+        gathered: Wgu and Wd, already rounded by the caller with one scale each. The op rounds a weight whose entry is
+            None. If a rounded weight is given, the values of the unrounded weight are not read.
 
     Returns:
         ``(y, residual)``, where y is [..., O] in the dtype of the weights, and the new residual stream is [..., C] in

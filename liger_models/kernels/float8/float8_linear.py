@@ -230,8 +230,8 @@ def float8_norm_linear(
             dtype of the residual stream. Autocast does not change the dtype of y.
         bias: [O] or None.
         recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
-        gathered: q(W) with one scale, from a caller that has already rounded W; None if the op rounds W. If
-            ``gathered`` is given, the values of ``weight`` are not read.
+        gathered: W, already rounded by the caller with one scale; None if the op must round W. If ``gathered`` is
+            given, the values of ``weight`` are not read.
 
     Returns:
         ``(y, residual)``, where y is [..., O] in the dtype of the weight, and the new residual stream is [..., C] in

@@ -1,8 +1,8 @@
 """The float8 products of a projection, as steps of `norm_linear` and `gated_mlp`.
 
-The operands of each product are rounded right before the product, as `float8` describes. For three matrices, the kernel
-that computes the matrix also rounds it: the normalized rows, the gated product, and the gradient of gate and up. The
-unrounded matrices are stored only if a recipe or a bias needs them.
+The operands of each product are rounded right before the product, as `float8` describes. Three matrices are rounded by
+the kernel that computes them: the normalized rows, the gated product, and the gradient of gate and up. Their unrounded
+values are stored only if a recipe or a bias needs them.
 
 With one scale per operand, the forward finds the largest absolute values of the rows and of W, and the backward reuses
 these values.
@@ -68,10 +68,11 @@ class Float8Product(Product):
     Args:
         projection: the weight and the bias.
         recipe: the way in which operands are rounded.
-        amax: [1] fp32, the largest absolute value of the rows; None in a backward if the forward has not saved it.
+        amax: [1] fp32, the largest absolute value of the rows; None in a backward that finds the value again for each
+            chunk.
         weight_amax: [1] fp32, the largest absolute value of W.
-        gathered: q(W) with one scale, from a caller that has already rounded W; None to round W here. If ``gathered``
-            is given, the values of W are not read.
+        gathered: W, already rounded by the caller with one scale; None if W has not been rounded. If ``gathered`` is
+            given, the values of W are not read.
     """
 
     weight: Tensor
@@ -123,7 +124,7 @@ class Float8Product(Product):
         return plain(norm.again(h, statistics, self.dtype))
 
     def forward(self, rows: Any) -> Tensor:
-        """Compute y [N, O] from rounded rows or, in the backward, from a `Matrix` that is rounded again."""
+        """Compute y [N, O] from rounded rows or, in the backward, from a `Matrix`, which is first rounded again."""
         if isinstance(rows, Matrix):
             rows, _ = round_matrix(rows, self.recipe, amax=self.amax, known=True)
         weight = self.rounded
