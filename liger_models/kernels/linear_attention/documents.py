@@ -40,7 +40,7 @@ def count_documents(x: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def slots(tokens: int, documents: int, block: int) -> int:
-    """Return the number of slots, with which kernels are launched. It is an upper bound on the number of blocks.
+    """Return the number of slots, an upper bound on the number of blocks. Kernels are launched for every slot.
 
     The host cannot compute the number of blocks, because the documents' lengths are on the device.
     """

@@ -138,7 +138,7 @@ def _tile(tensor, i, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _decays(total):
-    """Compute the matrix exp(total_i − total_j). Elements with i < j are at most 1, and are masked by the caller."""
+    """Compute the matrix exp(total_i − total_j). The caller masks the elements with i < j, which are capped at 1."""
     return exp(tl.minimum(total[:, None] - total[None, :], 0.0))
 
 
@@ -378,8 +378,8 @@ def key_gradients_kernel(
         )  # fmt: skip
         dk += write
 
-        # Compute dg from the gradients of the running sums. A token's g is part of the running sums of this and later
-        # tokens.
+        # Compute dg from the gradients of the running sums. A token's g is part of the running sums of this token and
+        # all later tokens.
         dg = tl.cumsum(d_total - along, 0, reverse=True) + (carried + tl.sum(along, 0))
         tl.store(dg_ptr + at_out, dg, mask=inside)
 

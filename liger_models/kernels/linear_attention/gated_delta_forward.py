@@ -9,8 +9,8 @@ from liger_models.kernels.tiles import exp
 
 LEAST_DECAY = tl.constexpr(-87.0)
 """Lower bound of the logarithm of a token's decay, about log(1e-38). A smaller logarithm is replaced by this number.
-The logarithm of the decay between two tokens is computed as a difference of two sums of up to 64 logarithms, and large
-sums would lose accuracy."""
+The logarithm of the decay between two tokens is a difference of two running sums within a chunk. Large running sums
+would make this difference inaccurate."""
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def similarity_kernel(
     """For one chunk and key head, compute P, the running sums of g, the inverse norms of q and k, and the coefficients
     of each row.
 
-    Each row has four coefficients: (1) β, (2) the coefficient of K S in X, (3) the coefficient of D in the next state,
+    Each row has four coefficients: (1) β, (2) the coefficient of −K S in X, (3) the coefficient of D in the next state,
     and (4) the coefficient of Q S in O. Coefficients (2), (3) and (4) are already multiplied by the inverse norm of k
     or q.
     """

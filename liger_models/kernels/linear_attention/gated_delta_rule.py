@@ -20,17 +20,18 @@ backward goes through the chunks in the opposite order. dS is the gradient of th
     dS ← e^G · dS + (scale · e^{G_i} · Q̂)ᵀ dO − (β · e^{G_i} · K̂)ᵀ dX
 
 The launch that computes dS also recomputes S and D, which do not depend on these gradients. The other gradients of a
-chunk have two sources: queries and keys read the state, and keys write to the state. ∘ is the elementwise product::
+chunk come from the reads of the state by queries and keys, and from the writes to the state by keys. ∘ is the
+elementwise product::
 
     dQ̂ = scale · (e^{G_i} · dO Sᵀ + (E ∘ dO Dᵀ) K̂)
     R = e^{G_i} · dX Sᵀ + (E ∘ dX Dᵀ) K̂    (i > j),   dβ_i = dX_i·V_i − k̂_i·R_i
     W = e^{G − G_i} · D dSᵀ − (E ∘ dV Dᵀ)ᵀ K̂    (i > j),   dK̂ = W − β · R + scale · (E ∘ dO Dᵀ)ᵀ Q̂
 
 If several value heads share a key head, one program sums over these value heads. A first kernel computes E ∘ dO Dᵀ and
-β · E ∘ dX Dᵀ, summed over the value heads. Two other kernels compute the terms with S and dS. The two kernels also
-multiply the sums from the first kernel by K̂ and Q̂, and add these products to the terms. The operands of products are
-in the dtype of q, k and v, and the products are summed in fp32. The state and the decay are in fp32. The inverse A is
-computed from matrix products whose errors are at most 2⁻¹⁶. The forward saves the inputs, and A in the dtype of the
+−β · E ∘ dX Dᵀ, summed over the value heads. Two other kernels compute the terms that contain S and dS. These kernels
+also multiply the sums from the first kernel by K̂ and Q̂, and add the products to the terms. The operands of products
+are in the dtype of q, k and v, and the products are summed in fp32. The state and the decay are in fp32. The inverse A
+is computed from matrix products whose errors are at most 2⁻¹⁶. The forward saves the inputs, and A in the dtype of the
 inputs. The backward recomputes P, S and D.
 
 For a few tokens without gradients, as in decoding, a separate kernel computes the recurrence token by token.
@@ -174,8 +175,8 @@ class DeltaRule:
     def prepare(self, need_p: bool, inverse: Tensor | None = None) -> tuple[Tensor, ...]:
         """Compute A, P, the running sums of g, and further tensors that `scan` and `differentiate` need.
 
-        The first dimension of every result has one entry per head. If A is already known, it is passed as ``inverse``;
-        otherwise ``inverse`` is None.
+        A, P and the running sums have one entry per value head in their first dimension. If A is already known, it is
+        passed as ``inverse``; otherwise ``inverse`` is None.
         """
         raise NotImplementedError
 
@@ -530,8 +531,8 @@ def run_delta_rule(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the output and the final states of a delta rule.
 
-    For a few tokens without gradients, the kernel `step_kernel` runs. Where `is_fused` is False, plain PyTorch runs. In
-    all other cases, ``op`` runs.
+    If `is_fused` is False, the rule runs in plain PyTorch. Otherwise, `step_kernel` computes a few tokens without
+    gradients, and ``op`` computes everything else.
     """
     T, Dk = k.shape[1], k.shape[3]
     scale = Dk**-0.5 if scale is None else float(scale)

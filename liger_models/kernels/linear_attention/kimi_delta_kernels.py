@@ -46,7 +46,10 @@ def operands_kernel(
     BLOCK_K: tl.constexpr, LEVELS: tl.constexpr, DOCUMENTS: tl.constexpr, NORMALIZE: tl.constexpr, EPS: tl.constexpr,
     NEED_P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the running sums of g, the inverse norms, P, K̂ · K̂ᵀ, and the operands of the scans, for one chunk."""
+    """For one chunk and head, compute the running sums of g, the inverse norms, P, and the operands of the scans.
+
+    Also compute the sums Σ_c e^{G_i − G_j} k̂_i k̂_j, from which A is computed.
+    """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
         return
@@ -114,7 +117,7 @@ def kimi_inverse_kernel(
     similarity_ptr, beta_ptr, cu_ptr, a_ptr, tokens, documents, beta_t, beta_h, C: tl.constexpr,
     DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute A of one chunk and head from K̂ · K̂ᵀ and β."""
+    """Compute A of one chunk and head from β and the sums Σ_c e^{G_i − G_j} k̂_i k̂_j."""
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
         return
@@ -371,7 +374,7 @@ def _store_gradient(
     ``norm`` is the inverse L2 norm of x. Let x̂ = x · norm be the normalized x. ``raw_ptr`` points to a matrix R, which
     is ``norm`` times the gradient of x̂. ``along`` holds the dot product of each row of R and the same row of x̂.
     """
-    tl.debug_barrier()  # wait, because other threads have stored what is read below
+    tl.debug_barrier()  # wait until other threads have stored what is read below
     index = tl.arange(0, C)
     for first in tl.range(0, DK, BLOCK, num_stages=1):
         dx = load_rows(raw_ptr + first, index, DK, count, DK - first, BLOCK)
@@ -496,7 +499,7 @@ def kimi_key_gradients_kernel(
         at_dv = dv_ptr + at_out * DV + index[:, None] * (H * DV) + columns
         tl.store(at_dv, (dx.to(tl.float32) * beta[:, None]).to(dx.dtype), mask=inside[:, None] & (columns < DV))
 
-    # −Y is the gradient of M, which gives a part of the gradient of β. Then scale Y by β and norms.
+    # −Y is the gradient of M, so Y contributes to the gradient of β. Afterwards, Y is scaled by β and by the norms.
     y = tl.where(index[:, None] > index[None, :], y, 0.0)
     d_beta -= tl.sum(y * tl.load(similarity_ptr + at_pairs, mask=inside[:, None], other=0.0), 1)
     scaled = (y * ((beta * k_norm)[:, None] * k_norm[None, :])).to(pairs_ptr.dtype.element_ty)
@@ -552,7 +555,7 @@ def kimi_key_gradients_kernel(
             sign = tl.where((index >> level & 1) != 0, -1.0, 1.0)
             d_total += product * keys.to(tl.float32) * sign[:, None]
 
-        # A token's g is part of the running sums of this and later tokens.
+        # A token's g is part of the running sums of this token and all later tokens.
         dg = tl.cumsum(tl.where(mask, d_total, 0.0), 0, reverse=True) + d_whole[None, :]
         at_dg = dg_ptr + at_out * DK + index[:, None] * (H * DK) + columns[None, :]
         tl.store(at_dg, dg.to(dg_ptr.dtype.element_ty), mask=mask)

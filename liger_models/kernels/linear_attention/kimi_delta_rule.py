@@ -14,13 +14,13 @@ one token::
     P_ij = scale · Σ_c e^{G_i − G_j} q̂_i k̂_j  (i ≥ j)
     X = β · (V − Kʳ S),   D = A X,   O = Qʳ S + P D,   S ← diag(e^G) S + Kʷᵀ D
 
-Σ_c is the sum over channels. The decay e^{G_i − G_j} differs between the channels, so it cannot be taken out of this
-sum, and a separate factor e^{−G_j} would overflow. The pairs of tokens are therefore grouped into log₂ C levels. At
-level n, the chunk is divided into blocks of 2^(n + 1) tokens. A pair of this level consists of a token i in the second
-half of a block and a token j in the first half of the same block. Let r be the last token of the first half. Then
-e^{G_i − G_j} = e^{G_i − G_r} · e^{G_r − G_j}, and both exponents are at most 0, because j ≤ r < i and G decreases with
-the token. One product of two matrices computes all pairs of a level. The rows of the two matrices are multiplied by F_i
-= e^{−|G_i − G_r|}. No decay can overflow.
+Σ_c is the sum over channels. The decay e^{G_i − G_j} differs between the channels, so it cannot be moved out of this
+sum. It cannot be split into e^{G_i} and e^{−G_j} either, because e^{−G_j} would overflow. The pairs of tokens are
+therefore grouped into log₂ C levels. At level n, the chunk is divided into blocks of 2^(n + 1) tokens. A pair of this
+level consists of a token i in the second half of a block and a token j in the first half of the same block. Let r be
+the last token of the first half. Then e^{G_i − G_j} = e^{G_i − G_r} · e^{G_r − G_j}, and both exponents are at most 0,
+because j ≤ r < i and G decreases from token to token. One matrix product computes all pairs of a level. Before this
+product, the rows of both operands are multiplied by F_i = e^{−|G_i − G_r|}, which cannot overflow.
 
 The backward goes through the chunks in the opposite order. dS is the gradient of the state after the chunk::
 
@@ -100,8 +100,8 @@ class KimiDeltaRule(DeltaRule):
     def prepare(self, need_p: bool, inverse: Tensor | None = None) -> tuple[Tensor, ...]:
         """See `DeltaRule.prepare`.
 
-        The results include the products K̂ · K̂ᵀ, multiplied by the decays between the two tokens, the inverse norms of
-        k and q, and Qʳ, Kʳ and Kʷ.
+        The results include Σ_c e^{G_i − G_j} k̂_i k̂_j for all pairs of tokens (i > j), the inverse norms of k and q,
+        and Qʳ, Kʳ and Kʷ.
         """
         q, k, g, beta = self.q, self.k, self.g, self.beta
         heads, tokens = self.Hv, self.tokens

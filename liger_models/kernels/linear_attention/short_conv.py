@@ -34,8 +34,8 @@ MAX_WIDTH = 4
 
 TOKENS, CHANNELS, WARPS, UNROLL, STAGES = 128, 512, 2, 4, 3
 """Number of tokens per program, number of channels per program, number of warps, number of tokens per step, and number
-of steps in flight. If a step were a single token, Triton would not keep steps in flight, because the loaded input would
-be carried from one step to the next."""
+of pipeline stages. With a single token per step, Triton would not pipeline the loop, because the loaded input would be
+carried from one step to the next."""
 
 STEP_CHANNELS, STEP_WARPS = 128, 2
 """For the kernel that computes a single token per row: number of channels per program, and number of warps."""
@@ -44,7 +44,8 @@ STEP_CHANNELS, STEP_WARPS = 128, 2
 def _inputs(x: Tensor, at: Tensor, document: Tensor, edges: Tensor, initial_state: Tensor | None, K: int) -> Tensor:
     """Return the inputs x [1, T, C] of the tokens with the indices ``at``.
 
-    If an index is before the start of the token's document, the input is from the initial state, or 0 without one.
+    If an index is before the start of the token's document, the input is from the initial state, or 0 if there is no
+    initial state.
     """
     if not x.shape[1]:
         x = x.new_zeros(len(x), 1, x.shape[2])
@@ -209,8 +210,8 @@ def _conv_backward_kernel(
                 if HAS_BIAS:
                     d_bias += block_d0
 
-                # Now dx of token t − 3 is complete. What dp of token t contributes to dx of later tokens is added
-                # below.
+                # Now dx of token t − 3 is complete. The terms that dp of token t adds to dx of tokens t − 2 to t are
+                # added below.
                 dx = dx3 + w0 * d0
                 mask = inside & (t - 3 >= first) & (t - 3 < last)
                 tl.store(dx_ptr + (t - 3) * C + channels, dx.to(dx_ptr.dtype.element_ty), mask=mask)

@@ -207,8 +207,8 @@ def _head_gradients(
     H: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr,
     BLOCK_P: tl.constexpr, HAS_D: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """For one of the two tiles of a chunk, compute the gradients, and the sums over those pairs of tokens that are both
-    in this tile.
+    """For one of the two tiles of a chunk, compute dx, dδ and a partial sum of dD, and the sums over the pairs whose
+    tokens are both in this tile.
     """
     TILE: tl.constexpr = C // 2
     BEGIN: tl.constexpr = 0 if FIRST else TILE
@@ -263,7 +263,8 @@ def _head_gradients(
         at_out = dx_ptr + (first + BEGIN) * dx_t + head * P + (index[:, None] * dx_t + columns[None, :])
         tl.store(at_out, u.to(dtype), mask=inside[:, None] & (columns < P)[None, :])
 
-        # Sum the gradients of C_i · B_j, and what the decays from j to i add to the gradients of the running sums.
+        # Sum the gradients of C_i · B_j, and compute the terms that the decays from j to i add to the gradients of the
+        # running sums.
         product = tl.dot(x, tl.trans(dy), input_precision=PRECISION) * decay * delta[:, None]
         pairs += product
         by_decay = tl.where(strict, product * products, 0.0)
@@ -285,8 +286,7 @@ def _far_pairs(
     dy_t, dy_h, H: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
     P: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the sums over all pairs of one token j in the first tile of a chunk and one token i in the second
-    tile.
+    """Compute the sums over all pairs of tokens (j, i) with j in the first tile of a chunk and i in the second tile.
     """
     TILE: tl.constexpr = C // 2
     index = tl.arange(0, TILE)
@@ -455,8 +455,9 @@ def decay_kernel(
     rows = first + tl.arange(0, C)
     inside = (rows < end)[:, None] & (heads < H)[None, :]
     at = heads[None, :] * tokens + rows[:, None]
-    size = tl.cast(H, tl.int64) * tokens  # of each part. Triton makes an H of 1 a constant, which has no method `to`
-    # The gradients of the running sums are positive for the later token of a pair, and negative for the earlier one.
+    size = tl.cast(H, tl.int64) * tokens  # of one part. If H is 1, Triton makes H a constant, which has no `to`
+    # The term of a pair is added to the gradient of the later token's running sum, and subtracted from that of the
+    # earlier token's.
     later = tl.load(d_sums_ptr + at, mask=inside, other=0.0)
     later -= tl.load(d_sums_ptr + size + at, mask=inside, other=0.0)
     between = tl.load(d_sums_ptr + 2 * size + at, mask=inside, other=0.0)

@@ -13,18 +13,18 @@ belongs to one token::
 
 A first kernel computes the running sums G_i. A second kernel goes through the chunks in order and stores the state
 before each chunk. Each program of the second kernel holds some columns of the state of one head in registers. A third
-kernel computes Y of all chunks. In the backward, one launch recomputes the states before the chunks. The same launch
-goes through the chunks in the opposite order to compute the gradient of the state after each chunk, dS ← e^G · dS +
-(e^{G_i} · C)ᵀ dY. Then::
+kernel computes Y of all chunks. In the backward, one launch runs two scans. The first scan recomputes the state before
+each chunk. The second scan goes through the chunks in the opposite order, and computes the gradient of the state after
+each chunk: dS ← e^G · dS + (e^{G_i} · C)ᵀ dY. Then::
 
     U = (C·Bᵀ ∘ E)ᵀ dY + e^{G − G_i} · B dS,   dX = δ · U + D · dY,   dδ_i = x_i·U_i,   dD = Σ_i dy_i·x_i
     W_ij = Σ_heads dy_i·x_j · E_ij · δ_j
     dC = W B + Σ_heads e^{G_i} · dY Sᵀ,   dB = Wᵀ C + Σ_heads δ · e^{G − G_i} · X dSᵀ
 
-In the backward, the tokens of a chunk are divided into two tiles. An exponential per pair of tokens is computed only
-for two tokens of the same tile. Let m be the last token of the first tile. For a token j of the first tile and a token
-i of the second tile, the decay from j to i is the product of two decays, from j to m and from m to i. Both are at most
-1: E_ij = e^{G_i − G_m} · e^{G_m − G_j}.
+In the backward, the tokens of a chunk are divided into two tiles. An exponential per pair of tokens is then needed only
+for pairs within a tile. Let m be the last token of the first tile. For a token j of the first tile and a token i of the
+second tile, the decay from j to i is the product of two decays, from j to m and from m to i. Both are at most 1: E_ij =
+e^{G_i − G_m} · e^{G_m − G_j}.
 
 Every decay from a token before k to token k or to a later token contains the decay of token k as a factor. dg_k is
 therefore a sum with one term for each of these decays, computed in fp32. The elements on the diagonal of M contain no
@@ -74,12 +74,13 @@ MOST_STATE = 256
 SUM_HEADS = 16
 SCAN_BLOCK, SCANS_BLOCK = (128, 32), (64, 64)
 """Number of rows and number of columns of one head's state that a program of a scan holds: first for the forward, then
-for the backward. In the forward, 64 heads of 64 columns have 128 programs, so that a single sequence occupies a GPU."""
+for the backward. In the forward, 64 heads with 64 columns each take 128 programs, so that a single sequence occupies a
+GPU."""
 SCAN_WARPS, SCAN_STAGES = 4, 3
 
 LEAST_COLUMNS = 64
 """Minimum width of tiles in half precision. The assembler that Triton 3.6 uses for Hopper (ptxas 12.8) can lose the
-address of a narrower operand that does not move in the loop. Products are then wrong."""
+address of a narrower operand if the address stays the same in all iterations of a loop. The products are then wrong."""
 
 MOST_HEADS = 8
 """Maximum number of heads of a group that a program processes. The program computes one product of B and C for these
@@ -93,7 +94,7 @@ program needs at least half of the shared memory of an H200's multiprocessor, so
 multiprocessor."""
 SHARED_WARPS, SHARED_STAGES = 4, 1
 SHARED_COLUMNS = 128
-"""Maximum number of columns of dB or dC that a program computes, each summed over heads."""
+"""Maximum number of columns of dB or dC that a program computes. Each column is summed over the program's heads."""
 
 STEP_WARPS, STEP_COLUMNS = 4, 32
 
@@ -577,8 +578,8 @@ def ssd_transition(
     b = result[1]
     decay = g.to(b.dtype).sum(1).exp()
     if cu_seqlens is not None:
-        # The last document is not empty. The state after it depends on the state before the first document only if all
-        # tokens belong to one document.
+        # ``last`` is the last document that has tokens. The state after this document depends on the state before the
+        # first document only if all tokens belong to one document.
         T = x.shape[1]
         last = torch.searchsorted(cu_seqlens, torch.full([1], T, device=x.device)) - 1
         b = b.index_select(0, last.clamp_min(0))

@@ -1,14 +1,14 @@
 """Splits a packed projection into its parts. The columns of the projection are grouped by unit.
 
-The projection x [B, T, U · R] has R columns for each of U units. A part consists of the same slice of the R columns in
-every unit. An output holds one part, or several parts one after the other. Within a part, the columns of unit 0 come
-first, then the columns of unit 1, and so on. Each part can be multiplied by its own factor, in fp32::
+The projection x [B, T, U · R] has R columns for each of U units, such as heads. A part consists of the same slice of
+the R columns in every unit. An output holds one part, or several parts one after the other. Within a part, the columns
+of unit 0 come first, then the columns of unit 1, and so on. Each part can be multiplied by its own factor, in fp32::
 
     y[part, u, i] = cast(scale · x[u, start of the part in a unit + i])
 
 One kernel writes all outputs. In the backward, the same kernel moves the gradients in the other direction. Nothing is
 saved. A program moves consecutive elements of one part, for a few tokens. Programs for the same tokens have adjacent
-indices, because columns of different parts are in the same cache lines of x.
+indices, because the columns of different parts share cache lines of x.
 """
 
 import functools
