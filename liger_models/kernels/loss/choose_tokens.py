@@ -44,7 +44,7 @@ def _store_choice(row, token, most, total, logits_ptr, token_ptr, log_prob_ptr, 
     """Store the chosen token of a row, and its log-probability. ``most`` + log(``total``) is the row's log-sum-exp."""
     x = tl.load(logits_ptr + row * logits_n + token).to(tl.float32)
     tl.store(token_ptr + row, token.to(tl.int64))
-    # The sum is at least 1, because the highest logit adds 1 to the sum, unless no logit is finite.
+    # The highest logit adds 1 to the sum. The sum is therefore below 1 only if no logit is finite.
     tl.store(log_prob_ptr + row, x - most - tl.log(tl.maximum(total, 1.0)))
 
 
@@ -82,7 +82,7 @@ def _choose_tokens_kernel(
         index = tl.where(z > best, token, index)
         best = tl.maximum(best, z)
         higher = tl.maximum(most, x)
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # the lane has no token with a probability yet
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # −inf: all logits of the lane so far are −inf
         total = total * exp(most - base) + exp(x - base)
         most = higher
 

@@ -194,8 +194,8 @@ def _cross_entropy_kernel(
                 down = maxima - new_maxima
                 below = z - new_maxima[:, None]
                 if ENTROPY:
-                    # A sum moves to the new maximum m' by z − m' = (z − m) + (m − m'). The term of a logit z = −inf
-                    # must be 0, and the term of z = NaN must be NaN.
+                    # The identity z − m' = (z − m) + (m − m') converts the sums from the maximum m to the new maximum
+                    # m'. The term of a logit z = −inf must be 0, and the term of z = NaN must be NaN.
                     below = tl.where(below < LOWEST, LOWEST, below)
                     mean = exp(down) * (mean + down * totals) + tl.sum(exp(below) * below, 1)
                 totals = totals * exp(down) + tl.sum(exp(below), 1)
@@ -551,10 +551,7 @@ def check_arguments(
     reduction: str,
     num_items: Tensor | float | None,
 ) -> None:
-    """Raise ValueError or TypeError if an argument is invalid.
-
-    The error message states what is required, and the value that was passed.
-    """
+    """Raise ValueError or TypeError if an argument is invalid."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}.")
     if not 0.0 <= label_smoothing <= 1.0:

@@ -16,8 +16,8 @@ products compute the chunk's dx and its part of dweight. The formulas for a row 
 
 In fp16, the gradients of a mean over many tokens could underflow. The loss of each token is multiplied by a factor,
 which for a mean is 1 / (number of tokens). Before the gradient of the logits is rounded, the factors of all tokens are
-therefore divided by the same power of two. At the end, the results are multiplied by this power of two. This
-multiplication causes no rounding error.
+therefore divided by the same power of two. At the end, the gradients are multiplied by this power of two, which causes
+no rounding error.
 
 The host never waits for the device. Gradients that are not needed, such as the gradients of frozen inputs, are not
 computed. The loop over chunks is in `row_chunks.py`.
@@ -132,7 +132,7 @@ def _vocab_parallel_statistics(
     local = token_statistics(logits, local_target, None, *local_options, vocabulary=vocab_shard.vocabulary)
     assert local is not None
     maximum, log_total = local.lse[:, 0], local.lse[:, 1].log()
-    # Label smoothing adds ε · lse − ε/V · Σ z to the loss over the shard; solve for ε/V · Σ z.
+    # In the loss over the shard, label smoothing is the term ε · lse − ε/V · Σ z. Solve for ε/V · Σ z.
     mean_share = smoothing * (maximum + log_total) - local.loss + (smoothing - 1) * local.log_probs
 
     # Exchange the four numbers of each token.
@@ -279,7 +279,7 @@ def _walk_chunks(
     results, *gradients = walk_chunks(x, inputs.weight, inputs.bias, inputs.rows, needs, statistics)
     if lse is None and not results:
         empty = lambda *size: x.new_empty(0, *size, dtype=torch.promote_types(x.dtype, torch.float32))
-        results = [empty(), empty(), empty(), empty(2), target.new_empty(0)]  # an op's outputs must differ
+        results = [empty(), empty(), empty(), empty(2), target.new_empty(0)]  # an op must not return one tensor twice
     return results, HeadGradients(*gradients)
 
 
@@ -383,9 +383,9 @@ def linear_cross_entropy(
             up to 65,536 tokens. If V > 327,680 (in fp32, if V > 163,840), the default buffer holds an eighth of the
             rows, but at most 8192 rows. If the weight needs no gradient, the default buffer has at most 1536 rows.
         vocab_shard: this rank's shard if the vocabulary is sharded over ranks. weight and bias then hold only the rows
-            of the shard. All ranks pass the same x and get the same loss. The gradient of x is a partial sum
-            (`collectives.copy_to_region`). A shard cannot be combined with ``class_weight``, ``return_token_accuracy``
-            or ``return_predicted_tokens``.
+            of the shard. All ranks pass the same x and get the same loss. The gradient of x is a partial sum, which
+            `collectives.copy_to_region` adds up over the ranks. A shard cannot be combined with ``class_weight``,
+            ``return_token_accuracy`` or ``return_predicted_tokens``.
         Others: as in `cross_entropy`. The results of ``return_log_probs`` and of reduction "none" are differentiable
             per token, and their backward recomputes the logits.
 

@@ -12,7 +12,7 @@ The rows are processed in chunks, as in `linear_cross_entropy`. The loss is a sc
 gradients. The forward and the backward together then need only three matrix products. A divergence is a small
 difference between large terms. The logits are therefore in fp32 even if the inputs are in half precision. The
 probabilities are read without a copy or a cast, and get no gradient. The forward saves the same tensors as
-`linear_cross_entropy`. The forward also saves the probabilities, which are read only if there is a second backward.
+`linear_cross_entropy`, and the probabilities, which are read only if there is a second backward.
 
 Source: https://arxiv.org/abs/1503.02531.
 """
@@ -201,7 +201,8 @@ def _forward(inputs: LinearKLDivInputs) -> LinearKLDivOutputs:
     probabilities = inputs.probabilities
     if probabilities.stride(-1) != 1:
         probabilities = probabilities.contiguous()
-    # A gradient in fp16 could underflow, so the exponent that the factors share is applied at the end.
+    # A gradient in fp16 could underflow. The factors are therefore divided by a power of two, by which the gradients
+    # are multiplied at the end.
     shares, scale = without_exponent(factors, x.dtype)
 
     def divergence(logits: Tensor, part: slice, gradient: Tensor) -> tuple[Tensor]:
@@ -281,7 +282,7 @@ def linear_kl_div(
     x, weight, bias = matching_dtypes(op, x, weight, bias)  # type: ignore[assignment]
     y = target.flatten()
 
-    # Compute the bytes of a row's logits and gradients, and the factor of each token's loss.
+    # Compute the bytes that the buffers need per row and vocabulary entry, and the factor of each token's loss.
     wide = torch.promote_types(x.dtype, torch.float32)
     size = wide.itemsize + (x.element_size() if x.dtype != wide else 0)
     factors = token_scale(y, None, None, ignore_index, "sum" if reduction == "sum" else "mean", None, wide)

@@ -246,7 +246,8 @@ def _fake(inputs: LinearLogprobsInputs) -> LinearLogprobsOutputs:
 def _backward(upstream: LinearLogprobsUpstream) -> HeadGradients:
     (inputs, lse, entropy), needs = upstream.saved, upstream.needs
     x, weight, target = inputs.x.contiguous(), inputs.weight, inputs.target.contiguous()
-    # Both upstream gradients share one exponent, which is applied to fp16 gradients at the end.
+    # For fp16, both upstream gradients are divided by the same power of two, by which the results are multiplied at the
+    # end.
     both = torch.stack([torch.zeros_like(entropy) if u is None else u for u in (upstream.c, upstream.h)])
     (c, h), scale = without_exponent(both, x.dtype)
 
@@ -419,7 +420,7 @@ class LogProbsOfSum(torch.autograd.Function):
             return (None,) * 9
         x, weight, target, bias, lse, entropy = ctx.saved_tensors
 
-        # The first backward uses up the gradients that the forward computed, unless they belong to another loss.
+        # The gradients that the forward computed are used at most once, and only if the loss is a multiple of the sum.
         gradients, ctx.gradients = ctx.gradients, None
         factor = None
         if gradients is not None:
@@ -582,7 +583,6 @@ def _loss_and_gradients(
     options: LossOptions,
     workspace_mib: int | None,
 ) -> tuple[Tensor, More, tuple[Tensor, Tensor, Tensor]]:
-    B, T, C = x.shape
     """Compute the loss, the second result of ``loss_of``, and dx, dweight and dbias.
 
     A *unit* is a sequence, or several sequences that belong together. One group of units is processed at a time. The
@@ -590,9 +590,10 @@ def _loss_and_gradients(
     log-probabilities is known. If the buffer cannot hold all parts, the first parts are overwritten and later
     recomputed.
     """
+    B, T, C = x.shape
     V, N, unit = len(weight), B * T, together * T
 
-    # Compute the number of units per group, and the numbers of rows per group, in the buffer and per part.
+    # Compute the number of units per group, and three numbers of rows: per group, in the buffer, and per part.
     rows = chunk_rows(N, V, x.element_size(), workspace_mib, trained=need[1])
     exceeds = workspace_mib is None and need[1]  # larger groups save additions to dweight
     group_units = cdiv(rows, unit) if exceeds else max(rows // unit, 1)
@@ -669,9 +670,9 @@ def _one_unit(
     """Compute `_loss_and_gradients` for a sequence or pair, if all targets of each sequence have the same gradient.
 
     What a sequence adds to the gradients of x, weight and bias is then proportional to this common gradient, which is
-    called the factor of the sequence. It can be computed only when the log-probabilities of both sequences are known.
-    The gradients of the first sequence are therefore computed as if its factor were 1, and are multiplied by the factor
-    later. Only the logits of the second sequence are kept in the meantime.
+    called the factor of the sequence. The factors can be computed only when the log-probabilities of both sequences are
+    known. The gradients of the first sequence are therefore computed as if its factor were 1, and are multiplied by the
+    factor later. Only the logits of the second sequence are kept in the meantime.
     """
     (B, T, C), V = x.shape, len(weight)
     parts = [slice(start, min(start + step, T)) for start in range(0, T, step)]

@@ -21,11 +21,11 @@ from liger_models.kernels.matmul.invariant_linear import write_invariant_linear
 from liger_models.kernels.tiles import accumulate, cdiv
 
 WORKSPACE_MIB, WORKSPACE_TOKENS, MOST_TOKENS = 640, 8192, 65536
-"""Default size of the logits buffer: at most WORKSPACE_MIB for up to WORKSPACE_TOKENS tokens, and proportional to the
-number of tokens between WORKSPACE_TOKENS and MOST_TOKENS. For vocabularies of up to 163,840 entries in bf16, this gives
-at most 4 chunks, which are so large that reading and writing dweight once per chunk costs little. For more than
-MOST_TOKENS tokens, the buffer does not grow further, and there are more chunks. A buffer proportional to the number of
-tokens would take 40 GiB for 524,288 tokens."""
+"""Default size of the logits buffer: at most WORKSPACE_MIB for up to WORKSPACE_TOKENS tokens. Between WORKSPACE_TOKENS
+and MOST_TOKENS tokens, the size is proportional to the number of tokens. For vocabularies of up to 163,840 entries in
+bf16, this gives at most 4 chunks, which are so large that reading and writing dweight once per chunk costs little. For
+more than MOST_TOKENS tokens, the buffer does not grow further, and there are more chunks. A buffer proportional to the
+number of tokens would take 40 GiB for 524,288 tokens."""
 
 ROW_MULTIPLE, LARGE_MULTIPLE = 128, 512
 """The number of rows of a chunk is a multiple of ROW_MULTIPLE. For large chunks, the number is a multiple of
@@ -62,7 +62,8 @@ def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None, *, trai
     """Return the number of rows per chunk, chosen so that the buffers of a chunk fit into the budget and all chunks
     have about the same size.
 
-    The result is a multiple of ROW_MULTIPLE, which makes matrix products fast.
+    The result is a multiple of ROW_MULTIPLE, which makes matrix products fast. A chunk has at least ROW_MULTIPLE rows,
+    even if its buffers then exceed the budget.
 
     Args:
         N: number of rows.

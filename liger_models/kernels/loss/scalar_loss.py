@@ -73,8 +73,8 @@ def _scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _no_second_derivative(d_result: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Raise RuntimeError if a second derivative is requested. The forward of a loss computes the gradients without an
-    autograd graph, so they cannot be differentiated again.
+    """Raise RuntimeError, because a second derivative was requested. The forward of a loss computes the gradients
+    without an autograd graph, so they cannot be differentiated again.
     """
     raise RuntimeError(
         "backward: a fused loss has no second derivative, got create_graph=True or a transform that computes one. Use "
@@ -162,10 +162,9 @@ def where_needed(gradients: HeadGradients, needs: HeadNeeds) -> HeadGradients:
 def save_scalar_loss(ctx: Any, inputs: Any, outputs: Any, needs: HeadNeeds) -> ScalarLossSaved:
     """Return the tensors that a scalar loss saves for its backward in compiled graphs and within torch.func.
 
-    The function also marks the outputs that have no gradient as constant.
+    The function also marks the outputs that have no gradient as non-differentiable.
 
-    It does not mark the gradients: if they were constant, autograd would silently leave them out of a second
-    derivative.
+    The gradients are not marked. If they were, autograd would silently leave them out of a second derivative.
     """
     _, *others, gradients, scale = outputs
     ctx.mark_non_differentiable(*others, scale)

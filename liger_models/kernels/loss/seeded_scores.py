@@ -7,8 +7,8 @@ token.
 
 E is exponentially distributed. Imagine one exponential clock per token, with the rate exp(z_t). The clock of token t
 rings first with probability softmax(z)_t. The clock of token t rings at the time E_t / exp(z_t), whose logarithm is log
-E_t − z_t = −score_t. The clock that rings first therefore has the highest score. The random numbers are hashes. Rows
-are therefore independent of each other, and all devices get the same numbers up to rounding.
+E_t − z_t = −score_t. The clock that rings first therefore has the highest score. The random numbers are hashes, so the
+numbers of a row do not depend on the other rows, and all devices get the same numbers up to rounding.
 
 The hash takes about twenty integer operations. In plain PyTorch, each operation is a pass over an int64 tensor [B, V].
 

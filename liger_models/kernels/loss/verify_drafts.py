@@ -58,7 +58,7 @@ def _add_exponentials(most, total, x):
     ``most`` holds the maximum m of the numbers x so far in each lane, and ``total`` holds Σ exp(x − m).
     """
     higher = tl.maximum(most, x)
-    base = tl.where(higher == float("-inf"), 0.0, higher)  # −inf if the lane has no finite number yet
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # −inf: the lane has no finite number yet
     return higher, total * exp(most - base) + exp(x - base)
 
 
@@ -67,7 +67,7 @@ def _log_sum(most, total):
     """Combine the lanes' maxima and sums from `_add_exponentials` into one log-sum-exp."""
     highest = tl.max(most, 0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
-    # The sum is at least 1, because the highest number adds 1 to the sum, unless no number is finite.
+    # The highest number adds 1 to the sum. The sum is therefore below 1 only if no number is finite.
     return base + tl.log(tl.maximum(tl.sum(total * exp(most - base), 0), 1.0))
 
 
