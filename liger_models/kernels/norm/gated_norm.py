@@ -216,7 +216,7 @@ def _gated_norm_backward(
     if not x.numel():
         return dx, d_gate, dw.zero_()
 
-    # There are enough programs to occupy the device. Each program sums dw over several tiles of rows.
+    # Only as many programs are launched as occupy the device. Each program sums dw over several tiles of rows.
     constants, groups = _constants(x.shape[-1]), _groups(x, weight)
     dy, x, gate = _as_rows(groups, dy, x, gate)
     N, H = _rows_of(x, groups)

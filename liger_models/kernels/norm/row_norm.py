@@ -48,7 +48,7 @@ WIDE_ROW_COLUMNS = 1024
 
 ELEMENTWISE_BLOCK = 4096
 """Number of columns per program of the kernel that recomputes normalized rows elementwise from saved statistics. Rows
-of this width are usual in 7B models. With this number, a thread processes 16 elements."""
+of this width are typical of 7B models. With this number, a thread processes 16 elements."""
 
 
 @triton.jit
@@ -409,7 +409,8 @@ def norm_backward(
     block, warps = _tile(kind, C)
 
     if block >= C:
-        # There are enough programs to occupy the device. Each program sums dw and db over several tiles of rows.
+        # Only as many programs are launched as occupy the device. Each program sums dw and db over several tiles of
+        # rows.
         rows = max(BACKWARD_TILE // block, 1)
         in_flight = rows * block * sum(tensor.element_size() for tensor in (h, dy, dh) if tensor is not None)
         programs = min(cdiv(N, rows), num_programs(h, max(2 * BACKWARD_TILE // block // rows, 1)))
