@@ -16,9 +16,9 @@ element, tensor, step), so it depends neither on the grid of the launch nor on P
 moments consist of codes and scales, which `moments` describes. 8-bit moments are always rounded stochastically.
 
 The kernel finds the tensors in a table with one row per tensor. The table is copied to the device with every launch,
-because gradients have new addresses in every step. The host never waits for the device. The function is not registered
-with `torch.library`, because it writes to its arguments. It need not be registered, because optimizers run outside
-compiled graphs.
+because gradients have new addresses in every step. The host never waits for the device. `adamw_` is not registered with
+`torch.library`, because it writes to its arguments. It need not be registered, because optimizers run outside compiled
+graphs.
 
 Source: https://arxiv.org/abs/1711.05101 (AdamW), https://doi.org/10.1145/2063384.2063405 (Philox, used with 7 rounds).
 """

@@ -7,7 +7,7 @@ The steps move the singular values σ of a matrix close to 1, and keep its singu
 
 The coefficients are chosen so that a small σ grows fast: the map from σ to the new σ is steep at σ = 0. As a
 consequence, σ = 1 is not a fixed point of this map. After the five steps, a σ that was above 0.002 is between 0.68 and
-1.21. A matrix with more rows than columns is first transposed, because X Xᵀ is then the smaller product.
+1.21. A matrix with more rows than columns is first transposed, which makes X Xᵀ smaller.
 
 The matrices A and b A + c A² are symmetric. `symmetric_product` therefore computes only the tiles on and below the
 diagonal, and stores each tile and its mirror image. Products are accumulated in fp32, and rounded to the dtype of the
@@ -32,7 +32,7 @@ BLOCK = 16 if INTERPRET else 128
 BLOCK_K = 16 if INTERPRET else 64
 STAGES, NUM_WARPS = 3, 8
 """Number of rows and number of columns of a tile (both BLOCK), number of columns of X per step of the sum (BLOCK_K),
-number of steps in flight, and number of warps."""
+number of pipeline stages, and number of warps."""
 SPAN = 2 * BLOCK_K
 """Number of columns of an fp32 X over which products are summed before the sum is added to the total. A single long sum
 would have larger rounding errors than library products."""
