@@ -190,7 +190,8 @@ def _qk_norm_rope_backward_kernel(
         dv = dv_ptr + batch * v_b + position * v_t + value.to(tl.int64) * v_h
         values = tl.load(dv + column, mask=inside_values & HAS_V, other=0.0)
 
-        # Compute dz, which is g rotated back, s = dz · w, and dx. Each consists of two tensors [ROWS, BLOCK].
+        # Rotate g back, which gives dz, and compute s = dz · w and dx. Each of them consists of two tensors [ROWS,
+        # BLOCK].
         g1, g2 = rotate(g1.to(tl.float32), g2.to(tl.float32), cos, sin, True, HALF, BLOCK)
         x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
         s1, s2 = g1 * (w1.to(tl.float32) + weight_offset), g2 * (w2.to(tl.float32) + weight_offset)

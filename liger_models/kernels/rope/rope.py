@@ -31,8 +31,9 @@ from liger_models.kernels.tiles import cdiv, contiguous_rows, next_power_of_2
 
 MIN_WARPS, MAX_WARPS = 4, 16
 ELEMENTS_PER_WARP = 512
-"""Number of elements of one token's heads that a warp processes. A program then has 16 heads of 128 elements, so that
-32 + 2 · 8 heads fill all lanes. In bf16, a thread loads 16 bytes of each half into 32 registers."""
+"""Number of elements of one token's heads that a warp processes. A program of four warps then has 16 heads of 128
+elements, so three programs process 32 + 2 · 8 heads without idle lanes. In bf16, a thread loads 16 bytes of each half
+into 32 registers."""
 
 PAIRS_PER_WARP = 16
 """Maximum number of a head's pairs per warp. If a program had fewer threads than a token has angles, Triton would pass
