@@ -49,7 +49,7 @@ def check_ranks(model: Decoder, batch: Mapping[str, Any] | None = None) -> None:
         return
     if not any(isinstance(hook, FirstForward) for hook in model._forward_pre_hooks.values()):
         _check_hand_written(model)
-    # The process groups that together connect all ranks of the model. If there are none, take all ranks.
+    # Take the process groups that together connect all ranks of the model, or the default group if there are none.
     groups = model.groups
     experts = [layer.groups.expert for layer in layers_of(model) if layer.groups.expert is not None]
     over = [group.process_group for group in (groups.sharded, *experts[:1], *groups.data) if group is not None]
@@ -140,11 +140,11 @@ def check_first_forward(
     # Writing to a weight changes its version. From then on, the sample of the weight no longer counts.
     versions = {name: version_of(parameter) for name, parameter in model.named_parameters()}
     dated = {name: (sample, versions[name]) for name, sample in samples.items() if name in versions}
-    # The hook must run before FSDP's hooks, because these exchange parameters and would hang if ranks differed.
+    # The hook must run before FSDP's hooks, because FSDP's hooks exchange parameters and would hang if ranks differed.
     model.register_forward_pre_hook(FirstForward(averaged, replicas, dated), prepend=True, with_kwargs=True)
     if model.groups.context is None:
-        # DistributedDataParallel reads this attribute first. Without the refusal, it would fail later, with an error
-        # about tensors.
+        # DistributedDataParallel reads this attribute first, and `_Refusal` then raises an error that names the remedy.
+        # Without `_Refusal`, DistributedDataParallel would fail later, with an error about tensors.
         refusal: Any = _Refusal(type(model).__name__)
         model._ddp_params_and_buffers_to_ignore = refusal
 

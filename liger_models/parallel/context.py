@@ -16,16 +16,16 @@ Model = TypeVar("Model", bound=Decoder)
 
 
 def apply_cp(model: Model, mesh: DeviceMesh, *, averaged: bool = False) -> Model:
-    """Change a model in place, so that the R ranks of a mesh share the tokens of every sequence. Of a sequence of T
-    tokens, each rank has T / R consecutive tokens.
+    """Change a model in place, so that the R ranks of a mesh share the tokens of every sequence. Each rank has T / R
+    consecutive tokens of a sequence of T tokens.
 
     All ranks must get the same complete batch, and all return the same loss. Tokens of different ranks interact only in
     attention. During attention, each rank has all tokens for 1 / R of the heads, so packed documents, padding, windows
     and softcaps work as they do on one rank. Every rank runs the complete vision tower.
 
     Weights are replicated. Call `apply_fsdp` afterwards with the same mesh, to shard the weights over all ranks and to
-    average the gradients. Instead of `apply_fsdp`, you can use DistributedDataParallel over all ranks. It also averages
-    the gradients. Without `apply_fsdp` and DistributedDataParallel, the first training forward raises an error.
+    average the gradients. Instead of `apply_fsdp`, you can use DistributedDataParallel over all ranks, which also
+    averages the gradients. Without either of them, the first training forward raises an error.
 
     Args:
         model: the model, either on the meta device or with the same weights on every rank.

@@ -139,8 +139,7 @@ def _parameters(model: nn.Module) -> Iterable[Any]:
 
 
 def _is_eligible(parameter: Any, ranks: int) -> bool:
-    """Return whether a parameter is a weight with a single scale, and whether all ranks have equally many of its
-    rows."""
+    """Return whether a parameter is a weight with a single scale and the same number of rows on every rank."""
     info = parameter._module_info
     linear, weight = info.module, parameter.sharded_param
     return (

@@ -215,7 +215,9 @@ def _shard_groups(
     model: Decoder, passes: BackwardPasses, options: dict[str, Any], experts_options: dict[str, Any] | None,
     ignored: set[Any], *, tied: bool,
 ) -> None:  # fmt: skip
-    """Shard group by group, inner groups first. A group gets all of its parameters that are not in an inner group."""
+    """Shard group by group, inner groups first. A group gets the parameters of its modules that are not in an inner
+    group.
+    """
     if tied:
         _shard([model.embed_tokens, model.lm_head], passes, **{**options, "reshard_after_forward": False})
     else:
@@ -324,16 +326,16 @@ def _placement(parameter: nn.Parameter, *, ranks: int, any_dimension: bool) -> S
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
     rows, *others = local(parameter).shape
 
-    # If `apply_tp` has sharded rows unevenly (rows of a vocabulary) and these rows are sharded again, PyTorch
-    # computes wrong offsets for checkpoints. Shard columns instead if their number is divisible by the number of
-    # ranks. Bytes that belong to a block of codes stay together.
+    # If `apply_tp` has sharded rows unevenly (rows of a vocabulary) and these rows are sharded again, PyTorch computes
+    # wrong offsets for checkpoints. Shard columns instead if their number is divisible by the number of ranks. The
+    # columns of quantized weights are not sharded, so that the bytes of a block of codes stay together.
     uneven = isinstance(parameter, DTensor) and parameter.shape[0] % parameter.device_mesh.size() > 0
     if uneven and parameter.is_floating_point() and others and others[0] % ranks == 0:
         return Shard(1)
 
     # If there are too few experts [X, O, C] for the ranks, the last ranks would hold no experts and send padding.
-    # PyTorch does not shard any other dimension unevenly. Bytes in the last dimension stay together, because several
-    # bytes may belong to the same value.
+    # PyTorch does not shard any other dimension unevenly. The last dimension of byte tensors is not sharded either,
+    # because several bytes may belong to the same value.
     if parameter.ndim == 3 and any_dimension and -(-rows // ranks) * (ranks - 1) >= rows:
         last = 2 if parameter.is_floating_point() else 1
         sharded = [placement.dim for placement in placements if isinstance(placement, Shard)]
@@ -397,7 +399,7 @@ def _shard_medusa(
 
 
 class _EmbedsCast:
-    """Forward hook that casts ``inputs_embeds`` to the dtype of the gathered parameters."""
+    """Forward pre-hook that casts ``inputs_embeds`` to the dtype of the gathered parameters."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

@@ -57,9 +57,9 @@ def end_pass(model: nn.Module) -> None:
 def unsharded(model: Model) -> Iterator[Model]:
     """Context manager that yields a copy of ``model`` with all parameters gathered. The copy needs no communication.
 
-    Sampling with the copy between two optimizer steps therefore needs no collectives. Ranks may run different numbers
-    of forwards, decoding uses CUDA graphs as on one GPU, and `rollout` accepts the model. Every rank needs memory for
-    all parameters in the ``param_dtype`` of `apply_fsdp`. All ranks must enter and leave the context together.
+    The copy is meant for sampling between two optimizer steps. Ranks may run different numbers of forwards, decoding
+    uses CUDA graphs as on one GPU, and `rollout` accepts the model. Every rank needs memory for all parameters in the
+    ``param_dtype`` of `apply_fsdp`. All ranks must enter and leave the context together.
 
     Args:
         model: the model, sharded only by `apply_fsdp`. If the model is unsharded, the context manager yields
@@ -110,7 +110,8 @@ def _without_hooks(module: Any, made: dict[nn.Module, Any]) -> Any:
     from torch.distributed.fsdp import FSDPModule
 
     if module not in made:
-        # FSDP2 derives a class from FSDPModule and the module's class. Take the latter, which comes next.
+        # FSDP2 derives a class from FSDPModule and the module's class. Take the module's class, which comes right after
+        # FSDPModule.
         kinds = type(module).__mro__
         kind: Any = kinds[kinds.index(FSDPModule) + 1] if isinstance(module, FSDPModule) else kinds[0]
         made[module] = copy = kind.__new__(kind)

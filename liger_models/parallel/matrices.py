@@ -51,7 +51,7 @@ class Unit(NamedTuple):
 
     Attributes:
         parameter: index of the parameter.
-        shape: number of matrices, of rows and of columns.
+        shape: number of matrices, and number of rows and number of columns of each matrix.
         owner: the rank that computes the result.
         pieces: maps each rank that holds a piece to this piece.
         senders: the ranks that send their pieces to the owner. If several ranks have equal pieces, only one of them
@@ -287,8 +287,8 @@ def _candidates(
     columns = shape[-1]
     candidates = []
     for indices in rows:  # [matrices, n]
-        # Count the rows of each matrix that each rank has, and the rows of which it has all columns, [matrices,
-        # ranks].
+        # For each matrix and rank, count the rows of which the rank has some columns, and the rows of which it has all
+        # columns, [matrices, ranks] each.
         shares = zip(held, parts, strict=True)
         some = torch.stack([torch.isin(indices, ids).sum(1) * min(part.shape[-1], 1) for ids, part in shares], 1)
         full = some * torch.tensor([part.shape[-1] == columns for part in parts], device="cpu")

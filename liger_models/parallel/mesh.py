@@ -103,7 +103,8 @@ def replicas(mesh: DeviceMesh, tensor: Group | None) -> frozenset[int]:
     root = mesh._get_root_mesh()
     ranks, coordinate = root.mesh, root.get_coordinate()
     for dim in range(root.ndim):
-        # The tensor-parallel dimension is the dimension along which the ranks of this rank's line form the group.
+        # Along the tensor-parallel dimension of the mesh, this rank's neighbors are the members of the group. Of this
+        # dimension, keep only this rank's coordinate.
         if tensor is not None and coordinate is not None:
             along = root.mesh.movedim(dim, -1)[tuple(place for i, place in enumerate(coordinate) if i != dim)]
             if along.tolist() == tensor.members:

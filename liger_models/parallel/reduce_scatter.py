@@ -127,8 +127,8 @@ class ReduceScatter:
         """Reduce-scatter [ranks · size] to [size] on this rank. FSDP2 determines the signature."""
         self.sends, self.done = True, self.passes.count
         output_tensor, input_tensor = output_tensor.as_subclass(Tensor), input_tensor.as_subclass(Tensor)
-        # With AVG, this function divides the sum. With SUM, FSDP2 divides before and after. Other ops are left to
-        # PyTorch.
+        # With AVG, this function divides the sum. With SUM, FSDP2 divides the gradients itself, before and after the
+        # sum. PyTorch handles all other ops.
         divisor = {dist.ReduceOp.AVG: group.size(), dist.ReduceOp.SUM: 1}.get(op)
         if input_tensor.dtype == output_tensor.dtype or divisor is None:
             input_tensor = input_tensor.to(output_tensor.dtype)

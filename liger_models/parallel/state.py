@@ -262,7 +262,8 @@ def _publish(temporary: Path, checkpoint: Path, keep: int | None) -> None:
     steps = complete_checkpoints(folder)
     surplus = len(steps) - (keep or len(steps))
     for outdated in [step for step in steps if step != checkpoint][: max(surplus, 0)]:
-        # A process that is killed in between leaves no part of a checkpoint under the name of a complete one.
+        # Rename the checkpoint first. If the process is killed during the removal, the remaining files are then not
+        # under the name of a complete checkpoint.
         _remove(outdated.rename(folder / f".{outdated.name}.tmp"))
 
 
@@ -281,7 +282,7 @@ def load_state(
 
     On the same number of ranks, training continues as if it had not stopped. On another number of ranks, model,
     optimizer and scheduler are completely restored, but random number generators are restored only on the ranks that
-    existed before. In addition, the saved state of ``data`` must be the same for all ranks.
+    existed before. The saved state of ``data`` must then be the same for all ranks.
 
     Args:
         folder: folder of the run.

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 MAY_DIFFER = ("dropout", "initializer_range")
-"""Settings whose names have these endings may change when a run resumes. They do not affect what saved weights mean."""
+"""Settings whose names have these endings may change when a run resumes. These settings do not affect how saved weights
+are used."""
 FROZEN, FORMER = "checksum of the weights under the adapters", "checksum of the frozen weights"
 """Key of the checksum in the description of a model, and the key that version 0.1.0 wrote instead."""
 _ANOTHER = "Resume with the model and the options that the run began with, or start another run in another folder."
@@ -71,7 +72,7 @@ def _checksum(path: Path) -> int:
 
 
 def verify_files(checkpoint: Path, ranks: int) -> None:
-    """Raise OSError unless the files of a checkpoint match their checksums. The ranks divide the files.
+    """Raise OSError unless the files of a checkpoint match their checksums. Each rank checks a part of the files.
 
     Args:
         checkpoint: folder of the checkpoint. Checkpoints of earlier versions have no checksums, but are accepted.
@@ -120,8 +121,8 @@ def describe(model: nn.Module) -> dict[str, str]:
 
 
 def _flatten(name: str, value: Any) -> dict[str, str]:
-    """Return the values of the fields in a dataclass and in nested dataclasses, as a dict. Its keys are dotted paths
-    that begin with ``name``, and the key ``name`` itself has the name of the class.
+    """Return the values of the fields in a dataclass and in nested dataclasses, as a dict. The keys are dotted paths
+    that begin with ``name``. The key ``name`` itself maps to the name of the class.
 
     For a value that is not a dataclass, the result has only the entry ``name``.
     """
