@@ -49,9 +49,9 @@ class TrainingMemory(NamedTuple):
             backward.
         head: the logits of one chunk and, if the head is trained, the head's gradient. Both exist before the backward
             of the blocks.
-        recomputed: for each policy, the bytes by which a block's recomputed activations exceed the logits of one
-            chunk. When a block recomputes its activations, the memory of the logits is free, so the activations can
-            use this memory.
+        recomputed: for each policy, the largest number of bytes by which a block's recomputed activations exceed the
+            logits of one chunk. When a block recomputes its activations, the memory of the logits is free, so the
+            activations can use this memory.
         logits: the logits of one chunk and, if the head has a bias, a copy of the head's weight that also holds the
             bias.
         blocks: for each policy, what each block saves.

@@ -168,7 +168,7 @@ def plan_memory(
     if search.fastest is not None:
         return _plan(search, search.fastest, budget)
 
-    assert search.smallest is not None  # recomputing everything is always a candidate, even if it does not fit
+    assert search.smallest is not None  # there is always a candidate, even if none fits
     smallest = _plan(search, search.smallest, budget)
     parts = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in smallest.parts.items() if size)
     needed = 1.001 * smallest.peak / share  # the margin exceeds the error of rounding to the digits below
