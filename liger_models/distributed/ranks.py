@@ -205,7 +205,7 @@ def _sign_of_life(key: str) -> Iterator[None]:
     store, ended = _store(), threading.Event()
 
     def count() -> None:
-        with contextlib.suppress(dist.DistNetworkError):  # the rank's own thread reports a lost store
+        with contextlib.suppress(dist.DistNetworkError):  # the calling thread reports a lost store
             store.add(f"{key} signs", 1)
             while not ended.wait(_period(store)):
                 store.add(f"{key} signs", 1)
