@@ -81,7 +81,7 @@ def margin_losses(loss_type: str, margin: Tensor, beta: float, label_smoothing: 
     if loss_type == "robust":
         return (chosen * (1 - e) - flipped * e) / (1 - 2 * e)
     assert loss_type == "exo_pair"
-    # The KL divergence from the smoothed label to the model's distribution over the two sequences of a pair.
+    # Compute KL(model ‖ smoothed labels). Both are distributions over the two sequences of a pair.
     labels = margin.new_tensor([1 - e, e]).log()
     return torch.sigmoid(margin) * (-chosen - labels[0]) + torch.sigmoid(-margin) * (-flipped - labels[1])
 

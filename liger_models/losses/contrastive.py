@@ -4,7 +4,7 @@ Let q_i be the queries and d_j the documents. Let s_ij = cos(q_i, d_j) / τ be t
 temperature, and let p(i) be the index of the positive document of query i. The losses are::
 
     contrastive   mean_i [ −s_i,p(i) + log Σ_j exp(s_ij) ]
-    symmetric     half of this, plus half of mean_i [ −s_i,p(i) + log Σ_k exp(s_k,p(i)) ], where k runs over queries
+    symmetric     ½ · contrastive + ½ · mean_i [ −s_i,p(i) + log Σ_k exp(s_k,p(i)) ], where k runs over queries
     CoSENT        log(1 + Σ exp((c_i − c_j) / τ)), over all pairs of examples i and j where i has the lower score
 
 In CoSENT, c_i is the cosine similarity of the two texts of example i. With Matryoshka dimensions, the loss is a sum
@@ -168,8 +168,8 @@ class LigerCoSENTLoss(_EmbeddingLoss):
         for size in self._sizes(first):
             cosines = (_leading(first, size) * _leading(second, size)).sum(-1)
             scaled = cosines[order] / self.temperature
-            # log Σ exp(−c_j / τ) over all examples from each position to the end. The entry after the last position is
-            # −inf.
+            # Compute log Σ exp(−c_j / τ) over all examples from each position to the end. The entry after the last
+            # position is −inf.
             following = (-scaled).flip(0).logcumsumexp(0).flip(0)
             following = F.pad(following, (0, 1), value=float("-inf"))
             terms = (scaled + following[higher]).masked_fill(higher == len(scores), float("-inf"))
