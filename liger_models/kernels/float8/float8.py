@@ -1,20 +1,20 @@
 """Rounding of matrices to float8, and products of the rounded matrices.
 
 A matrix has one scale, or one scale per row. MAX is the largest number in the float8 format. max(|x|) is taken over the
-whole matrix, or over a row if each row has its own scale. With ``power_of_2``, s is rounded down to a power of 2::
+whole matrix, or over a row if each row has its own scale. With ``power_of_2``, the scale s is rounded down to a power
+of 2::
 
     s = MAX / max(|x|)
     q = float8(x · s)
 
-The hardware multiplies two operands that are stored by rows, contracts their last dimensions, and applies the scales to
-the sum::
+The hardware contracts the last dimensions of two operands that are stored by rows, and applies the scales to the sums::
 
     a @ bᵀ = cast((qa @ qbᵀ) / sa / sb)
 
 A linear layer has three products, ``y = x @ Wᵀ``, ``dx = dy @ W`` and ``dW = dyᵀ @ x``. The second product needs the
 columns of W as rows, and the third product needs the columns of dy and x as rows. Kernels therefore write a matrix by
 rows, by columns (transposed), or both. Some matrices are computed by the same kernel that rounds them: a normalized
-matrix, a gated product, or the gradient of gate and up. Such a matrix is never stored unrounded. The recipes are::
+matrix, a gated product, or the gradient of gate and up. Such a matrix need not be stored unrounded. The recipes are::
 
     tensorwise            one scale per operand; dy is in e5m2, and other operands are in e4m3
     rowwise               one scale per row of each operand, a power of 2; all operands are in e4m3
@@ -663,8 +663,8 @@ def pad_columns(data: Tensor) -> Tensor:
 def scaled_product(a: Float8, b: Float8, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
     """Compute ``a @ bᵀ`` [M, N] in ``dtype`` from rounded matrices ``a`` [M, K] and ``b`` [N, K].
 
-    N must be a multiple of 16. With ``fast``, NVIDIA's hardware keeps fewer bits of the sums. This precision is
-    sufficient for the product that computes y.
+    N must be a multiple of 16. With ``fast``, NVIDIA's hardware accumulates the products with fewer bits, which is
+    precise enough for y.
     """
     M, N = a.data.shape[0], b.data.shape[0]
     if M == 0 or a.data.shape[1] == 0:

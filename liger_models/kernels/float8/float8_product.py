@@ -136,8 +136,8 @@ class Float8Product(Product):
     def gated_forward(self, rows: Any, act: str) -> tuple[Tensor, Tensor | None]:
         """Compute y from rounded rows.
 
-        The second result would be `gated_act` of y. It is always None, because no float8 kernel computes it together
-        with y.
+        The second result stands for `gated_act` of y. It is always None, because no float8 kernel computes y and
+        `gated_act` of y together.
         """
         return self.forward(rows), None
 
