@@ -12,9 +12,9 @@ def locate(cu_ptr, slot, documents, DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr
     block.
 
     Each block of each document has a number, which is called its slot. If document n begins at token ``start``, its
-    first block has the slot start // BLOCK + n, and its other blocks have the next slots. With this numbering, no two
-    blocks have the same slot, no matter how long the documents are. If there is no block in a slot, the returned start
-    and end of the block are equal.
+    first block has the slot start // BLOCK + n, and its other blocks have the following slots. With this numbering, no
+    two blocks have the same slot, no matter how long the documents are. If there is no block in a slot, the returned
+    start and end of the block are equal.
     """
     lanes = tl.arange(0, DOCUMENTS)
     starts = tl.load(cu_ptr + lanes, mask=lanes < documents, other=0)

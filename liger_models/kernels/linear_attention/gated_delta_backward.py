@@ -283,9 +283,9 @@ def query_gradients_kernel(
     """For one chunk and key head, compute dq. Add the terms that contain states to the gradients of the running sums of
     g.
 
-    Rows of q and k are multiplied elementwise by rows of a matrix product, and the results are summed. These rows of q
-    and k are loaded through descriptors. If they were loaded through pointers, Triton would convert the whole matrix
-    product to another layout before the sum.
+    Rows of q are multiplied elementwise by rows of a matrix product, and the results are summed. These rows of q are
+    loaded through a descriptor. If they were loaded through pointers, Triton would convert the whole matrix product to
+    another layout before the sum. For the same reason, `key_gradients_kernel` loads rows of k through a descriptor.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:

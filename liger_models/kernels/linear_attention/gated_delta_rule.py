@@ -19,9 +19,8 @@ backward goes through the chunks in the opposite order. dS is the gradient of th
     dD = Pᵀ dO + e^{G − G_i} · K̂ dS,   dX = Aᵀ dD,   dV = β · dX
     dS ← e^G · dS + (scale · e^{G_i} · Q̂)ᵀ dO − (β · e^{G_i} · K̂)ᵀ dX
 
-The launch that computes dS also recomputes S and D, which do not depend on these gradients. The other gradients of a
-chunk come from the reads of the state by queries and keys, and from the writes to the state by keys. ∘ is the
-elementwise product::
+The launch that computes dS also recomputes S and D, which do not depend on these gradients. In a chunk, queries and
+keys read the state, which gives dQ̂ and R, and keys write to the state, which gives W. ∘ is the elementwise product::
 
     dQ̂ = scale · (e^{G_i} · dO Sᵀ + (E ∘ dO Dᵀ) K̂)
     R = e^{G_i} · dX Sᵀ + (E ∘ dX Dᵀ) K̂    (i > j),   dβ_i = dX_i·V_i − k̂_i·R_i

@@ -286,8 +286,7 @@ def _far_pairs(
     dy_t, dy_h, H: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
     P: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the sums over all pairs of tokens (j, i) with j in the first tile of a chunk and i in the second tile.
-    """
+    """Compute the sums over all pairs of tokens (j, i) with j in the first tile of a chunk and i in the second tile."""
     TILE: tl.constexpr = C // 2
     index = tl.arange(0, TILE)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
