@@ -67,8 +67,8 @@ MAX_BLOCK = 8192
 NORM_FLOOR = 1e-12
 
 TOGETHER = 4
-"""Number of chunks whose gradients of the logits are collected, and then multiplied in one matrix product. In half
-precision, the gradient of a chunk takes a quarter of the memory that the fp32 logits of both models take."""
+"""Number of chunks whose logit gradients are collected and then multiplied in one matrix product. In half precision,
+the gradient of a chunk takes a quarter of the memory that the fp32 logits of both models take."""
 
 
 class DivergenceOutput(NamedTuple):

@@ -75,9 +75,9 @@ MAX_BLOCK = 4096
 Hopper needs 32 registers for bf16 logits, so that all 2048 threads of a multiprocessor are in use."""
 
 KEPT = 5 / 8
-"""Maximum share of all rows whose logits `loss_of_log_probs` keeps at a time, if one sequence or pair exceeds a chunk.
-For a preference loss without a reference model, the peak is then a fifth of the peak of plain PyTorch. The share is
-more than half, so that the logits of the second sequence of a single pair can be kept."""
+"""Maximum fraction of the rows whose logits `loss_of_log_probs` keeps at a time if one sequence or pair exceeds a
+chunk. For a preference loss without a reference model, the peak is then a fifth of the peak of plain PyTorch. The
+fraction is more than half, so that the logits of the second sequence of a single pair can be kept."""
 
 
 def fused_linear_logprobs_reference(
@@ -524,8 +524,8 @@ def loss_of_log_probs(
             called several times, and log-probabilities that are not known yet are −1. In the last call, all
             log-probabilities are known.
         x: [B, T, C].
-        together: number of sequences that form a unit: sequences b, b + B / together, and so on. It is 2 for pairs,
-            where all chosen sequences come before all rejected sequences.
+        together: number of sequences that form a unit: sequences b, b + B / together, and so on. For pairs, pass 2. All
+            chosen sequences then come before all rejected sequences.
         uniform: whether the loss depends only on the sum of each sequence's log-probabilities, so that all targets of a
             sequence have the same gradient. The logits of a single pair are then never computed twice.
         target: [B, T].
