@@ -65,7 +65,7 @@ class FusedNorm(NamedTuple):
         return rms_norm_reference(h, self.weight, self.eps, self.weight_offset, self.scale_in_fp32)
 
     def forward(self, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(normalized rows, h, statistics)``. If x is None, h is the residual as a contiguous tensor."""
+        """Return ``(normalized rows, h, statistics)``. If x is None, h is the residual or a contiguous copy of it."""
         if self.weight is None:
             h = residual if x is None else (residual + x).to(residual.dtype).contiguous()
             return h, h, h.new_empty(0, dtype=torch.float32)

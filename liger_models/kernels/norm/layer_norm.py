@@ -11,9 +11,9 @@ In the backward, let g = dy · w, and let dh be the gradient of the new residual
 
     dx = r · (g − mean(g) − n · mean(g · n)) + dh,   dw = Σ_rows dy · n,   db = Σ_rows dy
 
-The forward saves h in its own dtype, and the statistics [μ, r] of each row in fp32. The forward first rounds μ to the
-value that it saves, and subtracts this rounded value. Rows that are recomputed from the statistics are therefore
-bitwise identical to the rows of the forward. The kernels are in `row_norm.py`.
+The forward saves h in its own dtype, and the statistics [μ, r] of each row in fp32. The forward subtracts exactly the
+fp32 value of μ that it saves. Rows that are recomputed from the statistics are therefore bitwise identical to the rows
+of the forward. The kernels are in `row_norm.py`.
 
 Source: https://arxiv.org/abs/1607.06450.
 """
