@@ -1,7 +1,7 @@
 """AdamW for many tensors at once, in place. One launch updates all tensors that have the same dtypes and device.
 
-Let g be the gradient, or its negative if the objective is maximized. Let t be the number of the step, and let m and v
-be the moving averages of g and g². The update is computed in fp32::
+Let g be the gradient, or its negative if the objective is maximized. Let t be the step number, and let m and v be the
+moving averages of g and g². The update is computed in fp32::
 
     m = β₁ · m + (1 − β₁) · g
     v = β₂ · v + (1 − β₂) · g²
@@ -36,8 +36,8 @@ from liger_models.kernels.optimizer.moments import WIDTH, decode, decoded, encod
 
 BLOCK = 1024
 NUM_WARPS = 4
-"""Number of elements per block, and number of warps per program. Each thread has one 16-byte vector of each bfloat16
-tensor in flight."""
+"""Number of elements per block, and number of warps per program. A thread loads one 16-byte vector of each bfloat16
+tensor at a time."""
 
 BLOCKS = 2
 """Number of blocks that a program processes one after the other. The program searches only once for the tensor that

@@ -146,7 +146,7 @@ def newton_schulz_reference(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def newton_schulz(x: Tensor) -> Tensor:
-    """Approximate the orthogonal matrix that is nearest to each matrix. The function is not differentiable.
+    """Approximate the nearest orthogonal matrix of each matrix. The function is not differentiable.
 
     Args:
         x: [B, N, K], floating-point. The products are computed in the dtype of x.
@@ -165,7 +165,7 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 
 def _iterate(x: Tensor, product: Callable[..., Tensor]) -> Tensor:
-    """Iterate X ← a · X + (b · A + c · A²) X with A = X Xᵀ. ``product`` is `symmetric_product` or its reference. It
+    """Iterate X ← a · X + (b · A + c · A²) X with A = X Xᵀ. ``product``, which is `symmetric_product` or its reference,
     computes A, and then b · A + c · A².
 
     A matrix with more rows than columns is transposed before and after the iteration.
