@@ -15,10 +15,10 @@ from liger_models.kernels.rope.rope import store_heads
 HEAD_WARPS_PER_SM, HEAD_STAGES = 64, 4
 WHOLE_WARPS_PER_SM, WHOLE_STAGES = 16, 3
 """For a backward in which each program sums weight gradients over its tokens: number of warps per multiprocessor, and
-number of tokens that a program has in flight if shared memory can hold them. The numbers whose names begin with HEAD
-are for norms over one head, and the numbers whose names begin with WHOLE are for norms over all heads. On an H200, with
-heads of 128, the backward reaches 0.81 of the copy bandwidth for 32 + 8 heads and 0.99 for 32 + 32 heads. With one
-token in flight, the backward would reach 0.73 and 0.87."""
+number of tokens that a program has in flight if shared memory can hold them. HEAD is for norms over one head, and WHOLE
+is for norms over all heads. On an H200, with heads of 128, the backward reaches 0.81 of the copy bandwidth for 32 query
+heads and 8 KV heads, and 0.99 for 32 query heads and 32 KV heads. With one token in flight, the backward would reach
+0.73 and 0.87."""
 
 
 @triton.jit

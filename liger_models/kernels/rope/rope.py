@@ -32,8 +32,8 @@ from liger_models.kernels.tiles import cdiv, contiguous_rows, next_power_of_2
 MIN_WARPS, MAX_WARPS = 4, 16
 ELEMENTS_PER_WARP = 512
 """Number of elements of one token's heads that a warp processes. A program of four warps then has 16 heads of 128
-elements, so three programs process 32 + 2 · 8 heads without idle lanes. In bf16, a thread loads 16 bytes of each half
-into 32 registers."""
+elements, so three programs process 32 query heads, 8 keys and 8 values without idle lanes. In bf16, a thread loads 16
+bytes of each half into 32 registers."""
 
 PAIRS_PER_WARP = 16
 """Maximum number of a head's pairs per warp. If a program had fewer threads than a token has angles, Triton would pass
@@ -84,9 +84,9 @@ def choose(condition, a, b):
     """Return the pointers ``a`` where ``condition`` holds, and ``b`` elsewhere.
 
     The pointers are converted to integers before one is selected, because AMD's compiler rejects ``tl.where`` if the
-    two pointers are into different tensors. Reaching the other tensor by an offset from one pointer does not work
-    either, because offsets in a tensor of less than 2 GB are truncated to 32 bits. On other GPUs, integer addresses
-    compile to the same instructions as pointers.
+    two pointers point into different tensors. An offset from one tensor to the other does not work either, because
+    offsets in a tensor of less than 2 GB are truncated to 32 bits. On other GPUs, integer addresses compile to the same
+    instructions as pointers.
     """
     return tl.where(condition, a.to(tl.int64), b.to(tl.int64)).to(a.dtype)
 
