@@ -297,7 +297,8 @@ def _digest(facts: dict[str, str]) -> bytes:
 
 def _gather(mine: Any, groups: Iterable[dist.ProcessGroup]) -> list[Any]:
     """Gather the values of all ranks, ordered by rank. In the first group, each rank gathers the values of the group's
-    ranks. In each later group, it gathers what the group's ranks have gathered before."""
+    ranks. In each later group, each rank gathers all values that the group's ranks have gathered before.
+    """
     values = [mine]
     for group in groups:
         parts: list[Any] = [None] * group.size()

@@ -1,4 +1,4 @@
-"""Checksums of weights, sharded or not. With them, a resumed run checks that the base weights have not changed."""
+"""Checksums of weights, sharded or not. A resumed run uses them to check that the base weights have not changed."""
 
 import hashlib
 from collections.abc import Iterable

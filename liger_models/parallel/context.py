@@ -16,8 +16,9 @@ Model = TypeVar("Model", bound=Decoder)
 
 
 def apply_cp(model: Model, mesh: DeviceMesh, *, averaged: bool = False) -> Model:
-    """Change a model in place, so that the R ranks of a mesh share the tokens of every sequence. Each rank has T / R
-    consecutive tokens of a sequence of T tokens.
+    """Change a model in place, so that the R ranks of a mesh share the tokens of every sequence.
+
+    Each rank has T / R consecutive tokens of a sequence of T tokens.
 
     All ranks must get the same complete batch, and all return the same loss. Tokens of different ranks interact only in
     attention. During attention, each rank has all tokens for 1 / R of the heads, so packed documents, padding, windows

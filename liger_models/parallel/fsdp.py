@@ -58,8 +58,8 @@ def apply_fsdp(
 
     The parameters of a group are gathered together. The groups are: the embedding; each block, including the blocks of
     a vision tower; and the head, which stays gathered until its backward. A tied embedding and head form one group,
-    which stays gathered from its first to its last use. Parameters that are used and trained in fp32, such as the
-    decays of Mamba-2, form a separate group, which is gathered and reduced in fp32. The group of the model itself
+    which stays gathered from its first to its last use. Each layer whose parameters are used and trained in fp32, such
+    as the decays of Mamba-2, is a separate group, which is gathered and reduced in fp32. The group of the model itself
     consists of the final norm and, in a vision tower, the parameters outside the blocks. If `apply_ep` has distributed
     a layer's experts, the experts on a rank form a group, which is sharded over the ranks that hold the same experts.
     If only one rank holds the experts of such a group, and the experts already have ``param_dtype``, FSDP2 neither
@@ -81,8 +81,8 @@ def apply_fsdp(
             shards), or with the same weights on every rank. It may be a `LigerMedusa`, whose own model may be sharded
             already. Each head of a `LigerMedusa` is a group.
         mesh: the mesh of all ranks that was passed to `apply_tp`, `apply_cp` and `apply_ep`. The dimension of
-            `apply_tp` is left out, and the dimensions of `apply_cp` and `apply_ep` are merged with the dimension
-            before them. The remaining mesh has one dimension, or two named dimensions for HSDP: the first dimension
+            `apply_tp` is left out, and the dimensions of `apply_cp` and `apply_ep` are merged with the data-parallel
+            dimension. The remaining mesh has one dimension, or two named dimensions for HSDP: the first dimension
             counts replicas, and the second dimension counts the ranks that share a replica. After `apply_tp`, you may
             also pass ``mesh["dp"]``. Default: all ranks, in one dimension.
         param_dtype: dtype of gathered parameters, and thus of the computation. None: the dtype of the parameters.

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 LATEST = "latest"
 SHARED = "shared.pt"
-"""Name of the file with the state that ranks share: step, number of ranks, scheduler, gradient scaler, description."""
+"""Name of the file with the state that ranks share: step, number of ranks, scheduler, gradient scaler, description of
+the model, and settings."""
 
 _in_flight: set[Path] = set()
 """The run folders in which a background save is in progress."""
