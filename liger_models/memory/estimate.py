@@ -29,7 +29,7 @@ class Saved(NamedTuple):
     Attributes:
         total: bytes of all these activations.
         movable: bytes of those tensors that are large enough to be offloaded to host memory.
-        largest: bytes of the largest of these tensors.
+        largest: bytes of the largest tensor that can be offloaded.
     """
 
     total: int
@@ -125,8 +125,8 @@ class TrainingMemory(NamedTuple):
         fetched = min(moved, COMING + max((saved[index].largest for index in offloaded), default=0))
         excess = max((self.excess(name, index) for index, name in enumerate(policies)), default=0)
 
-        # Collect what exists at each of the four times. The gradient of a tied head is complete only when the
-        # gradient of the embedding is complete.
+        # List the memory that is in use at each of the four times. The gradient of a tied head is complete only when
+        # the gradient of the embedding is complete.
         head = 0 if in_backward and not self.tied else self.head - self.logits
         block = {"a block's backward": self.logits + excess, "fetched": fetched}
         times = [{"activations": kept, "head": self.head}, {"activations": kept, "head": head, **block}]
@@ -137,7 +137,7 @@ class TrainingMemory(NamedTuple):
             if not in_backward:
                 times.append({"gradients": self.early_gradients, **block})
 
-        # Collect what exists all the time.
+        # List the memory that is always in use.
         offloads = sum(self.moments[index] for index in host_moments)
         fixed: dict[str, int] = {"weights": self.weights, "temporary weights": self.temporary}
         fixed["moments"] = self.optimizer - offloads + (self.staging if offloads else 0)
@@ -350,8 +350,8 @@ def _block_bytes(model: Decoder, block: nn.Module, tokens: int, dtype: torch.dty
             for name, parameter in block.named_parameters()
         }
 
-        # The batch is one row of tokens. A counted mask stands for any mask: attention saves what a fused kernel would
-        # save.
+        # The batch is one row of tokens. A mask with ``counted`` stands for any mask. With it, attention saves the same
+        # tensors as a fused kernel.
         shape = (1, tokens, model.config.hidden_size)  # [1, tokens, C]
         x, residual = (torch.empty(shape, dtype=dtype, device="cpu").requires_grad_() for _ in range(2))
         layout = model.layout((1, tokens), residual, position_ids=torch.arange(tokens, device="cpu"))

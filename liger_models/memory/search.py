@@ -201,14 +201,14 @@ class Search:
         steps. The larger of the two peaks must be the peak that `TrainingMemory.parts` computes for a single candidate.
         """
         memory = self.memory
-        # Compute what exists all the time, [H, 1], and what the backward of a block adds, [A].
+        # Compute the memory that is always in use, [H, 1], and the memory that the backward of a block adds, [A].
         always = memory.weights + memory.temporary + memory.optimizer - freed + memory.staging * (freed > 0)
         fetched = away[:, MOVED].clamp(max=COMING + case.largest)
         block = memory.logits + case.ceiling + fetched
 
-        # While activations exist, the peak is in the head or in the first backward of a block. In the latter, the
-        # head's gradient still exists unless the optimizer has applied it. A tied head's gradient is not complete
-        # before the embedding's gradient.
+        # While activations exist, the peak is in the head or in the first backward of a block. In the first backward of
+        # a block, the head's gradient still exists unless the optimizer has applied it. A tied head's gradient is not
+        # complete before the embedding's gradient.
         head_gradient = 0 if in_backward and not memory.tied else memory.head - memory.logits
         accumulated = memory.gradients if self.accumulate > 1 else 0
         head_or_block = (head_gradient + block).clamp(min=memory.head)
