@@ -279,7 +279,7 @@ def _annotation(name: str) -> AbstractContextManager[Any]:
 
 
 def _parameter(values: Tensor, requires_grad: bool = True) -> nn.Parameter:
-    """Return an ``nn.Parameter``. If its values are integers, it never requires a gradient."""
+    """Return an ``nn.Parameter``. A parameter with integer values never requires a gradient."""
     return nn.Parameter(values, requires_grad and values.dtype.is_floating_point)
 
 

@@ -616,7 +616,7 @@ def rms_norm_round(
     x: Tensor | None, residual: Tensor, weight: Tensor, eps: float, weight_offset: float, scale_in_fp32: bool,
     recipe: Recipe, amax: Tensor,
 ) -> tuple[Float8, Tensor, Tensor]:  # fmt: skip
-    """Compute ``h = residual + x`` and `rms_norm` of h, rounded by rows. Return ``(rows, h, rstd)``.
+    """Compute ``h = residual + x``, and round `rms_norm` of h to float8 by rows. Return ``(rows, h, rstd)``.
 
     Rows must have at most `row_norm.MAX_TILE` columns. With one scale per row, a single kernel computes everything.
     Otherwise, a first kernel raises ``amax`` [1] to the largest absolute value, and a second kernel rounds.

@@ -234,7 +234,7 @@ def _conv_backward_kernel(
 
 
 def _launch(x: Tensor, weight: Tensor, cu: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """Return the grid and the constants that the forward kernel and the backward kernel are launched with."""
+    """Return the grid and the constants with which the forward and backward kernels are launched."""
     C, documents = x.shape[2], len(cu) - 1
     channels = min(next_power_of_2(C), CHANNELS)
     grid = slots(x.shape[0] * x.shape[1], documents, TOKENS), cdiv(C, channels)

@@ -525,7 +525,7 @@ def loss_of_log_probs(
             log-probabilities are known.
         x: [B, T, C].
         together: number of sequences that form a unit: sequences b, b + B / together, and so on. For pairs, pass 2. All
-            chosen sequences then come before all rejected sequences.
+            chosen sequences must then come before all rejected sequences.
         uniform: whether the loss depends only on the sum of each sequence's log-probabilities, so that all targets of a
             sequence have the same gradient. The logits of a single pair are then never computed twice.
         target: [B, T].

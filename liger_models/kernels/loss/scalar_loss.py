@@ -164,7 +164,7 @@ def save_scalar_loss(ctx: Any, inputs: Any, outputs: Any, needs: HeadNeeds) -> S
 
     The function also marks the outputs that have no gradient as non-differentiable.
 
-    The gradients are not marked. If they were, autograd would silently leave them out of a second derivative.
+    The gradients are not marked. If they were marked, autograd would silently leave them out of a second derivative.
     """
     _, *others, gradients, scale = outputs
     ctx.mark_non_differentiable(*others, scale)

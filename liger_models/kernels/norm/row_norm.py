@@ -28,7 +28,7 @@ MAX_TILE = 16384
 """Width of the widest row that a program of RMSNorm holds in registers. Wider rows are processed in tiles."""
 
 MAX_WIDTH = 65536
-"""Width of the widest row of a LayerNorm, whose programs always hold the whole row in registers."""
+"""Maximum row width of a LayerNorm. Its programs always hold the whole row in registers."""
 
 LEAST_TILE = 128
 """Minimum width of a tile of the forward, so that each thread of a warp has at least two elements. If each thread had

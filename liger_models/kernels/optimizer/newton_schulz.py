@@ -146,7 +146,7 @@ def newton_schulz_reference(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def newton_schulz(x: Tensor) -> Tensor:
-    """Approximate the nearest orthogonal matrix of each matrix. The function is not differentiable.
+    """For each matrix, approximate the nearest orthogonal matrix. The function is not differentiable.
 
     Args:
         x: [B, N, K], floating-point. The products are computed in the dtype of x.

@@ -480,7 +480,7 @@ def liger_rotary_pos_emb(
         k: [B, G, T, D], or [B, T, G, D] if ``unsqueeze_dim`` is 2.
         cos, sin: [B or 1, T, R] or [T, R], as transformers' rotary embeddings return them. Both halves of a table are
             equal, and only the first half is read.
-        position_ids: ignored, as in transformers, because the tables already belong to the positions.
+        position_ids: ignored, as in transformers, because the tables already hold the angles of each token's position.
         unsqueeze_dim: the dimension of q and k that holds the heads, 1 or 2.
         rotary_dim: R, the number of leading elements of a head that are rotated; None for the width of the tables. R is
             needed only if the tables consist of the first half alone (GPT-OSS).
