@@ -23,7 +23,7 @@ WARM_UPS = 3
 class CapturedStep:
     """The forward and backward of a training step for batches of one shape, run together by ``loss = step(batch)``.
 
-    Like ``backward``, the step sets gradients that are None, and adds to gradients that exist. The step allocates the
+    As in ``backward``, the step sets gradients that are None, and adds to gradients that exist. The step allocates the
     gradients itself and uses the same tensors in every call. Between calls, either set all gradients to None, or leave
     all of them in the tensors that the step has allocated. An optimizer and clipping may change the values in these
     tensors. Every call draws new random numbers for dropout. The optimizer is not part of the step.
@@ -77,9 +77,9 @@ class CapturedStep:
             The loss, [] fp32, detached.
 
         Raises:
-            ValueError: the batch differs from the captured one; since the capture, parameters were moved, replaced,
-                frozen or unfrozen, or the model switched between training and evaluation mode; or a gradient is not
-                the step's own tensor.
+            ValueError: the batch differs from the captured batch; a parameter was moved, replaced, frozen or unfrozen
+                after the capture; the model switched between training and evaluation mode after the capture; or a
+                gradient is a tensor that the step did not allocate.
             RuntimeError: the graph that adds to gradients cannot be captured.
         """
         if self._state != self._model_state():
@@ -178,11 +178,11 @@ class CapturedStep:
         pool = next((captured.pool() for captured, _ in self._graphs.values()), None)
         cause = None
         try:
-            # CUDA rejects unsafe calls only from this thread. Other threads, such as a loader that pins memory, may
-            # call the driver during the capture.
+            # With "thread_local", CUDA rejects unsafe calls only from this thread. Other threads, such as a loader that
+            # pins memory, may call the driver during the capture.
             with (
                 torch.cuda.device(device),
-                torch.cuda.stream(stream),  # `graph` does not leave its stream if the capture fails
+                torch.cuda.stream(stream),  # torch.cuda.graph stays on its stream if the capture fails
                 collects_no_garbage(),
                 keeps_random_numbers(device),
                 torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),

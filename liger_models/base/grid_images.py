@@ -21,7 +21,7 @@ class GridLayout(BatchLayout):
 
     Attributes:
         deepstack: a list of DeepStack features, each [B, T, C]. Entry i is added to the residual stream after block i.
-            If R ranks share the tokens, each entry is [B, T / R, C] and covers only this rank's tokens.
+            If the tokens are split among R ranks, each entry is [B, T / R, C] and covers only this rank's tokens.
     """
 
     deepstack: list[Tensor] = field(default_factory=list)
@@ -74,8 +74,8 @@ class GridImageModel(VisionLanguageModel):
             image_grid_thw: [images, 3] int64, the number of frames, rows and columns of patches of each image. The
                 images are in the order of the text.
             pixel_values_videos, video_grid_thw: patches and grids of videos.
-            second_per_grid_ts: [videos], seconds between consecutive frames of patches, for models whose positions
-                depend on this time. Default: 1.
+            second_per_grid_ts: [videos], the seconds between two consecutive frames of a video's grid, for models whose
+                positions depend on this time. Default: 1.
             mm_token_type_ids: ignored; accepted because the processors of transformers return it.
             position_ids: as in `BatchLayout.build`. Default: the positions that the model computes.
             attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`; images need
@@ -132,8 +132,8 @@ class GridImageModel(VisionLanguageModel):
             if images is not None or videos is not None:
                 raise ValueError("forward: pixels need input_ids, which say where the images are.")
             return super().prepare(input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds, **masks)
-        # Placeholders must match the patches. Decoding steps have no placeholders, and compiled code can't look at
-        # values.
+        # Check that the placeholders match the patches. Decoding steps have no placeholders, and compiled code can't
+        # read values.
         check_input_ids(input_ids)
         check_tensors(attention_mask=attention_mask)
         self.groups.check_tokens(input_ids.shape[1], whole=False)
@@ -162,7 +162,7 @@ class GridImageModel(VisionLanguageModel):
     def after_block(self, index: int, residual: Tensor, layout: BatchLayout) -> Tensor:
         """Return the residual stream after a block.
 
-        After the first blocks, DeepStack features are added, one per block.
+        After each of the first blocks, one DeepStack feature is added.
         """
         assert isinstance(layout, GridLayout)
         return residual + layout.deepstack[index] if index < len(layout.deepstack) else residual
@@ -259,7 +259,7 @@ class GridImageModel(VisionLanguageModel):
         )
         counts = []
         for medium, pair, here, _, _ in media:
-            # The numbers for all checks, [] each, are copied to the host together.
+            # Each number that the checks need is a tensor []. All numbers are copied to the host together.
             thw = input_ids.new_zeros(0, 3) if pair is None else pair[1].to(input_ids)
             frame = thw[:, 1:].prod(1) // side**2  # placeholders of a frame
             size = frame * thw[:, 0]

@@ -21,8 +21,8 @@ class ImageConverter:
     """Converts an image, given as any source that `read_image` takes, into the pixels that a model reads.
 
     Attributes:
-        as_read: the value of `settings` in the checkpoint. A converter that has settings sets this attribute at the end
-            of its constructor.
+        as_read: the settings as they are in the checkpoint. A converter that has settings sets this attribute at the
+            end of its constructor.
     """
 
     as_read: Mapping[str, Any] = {}
@@ -48,7 +48,7 @@ class ImageProcessor(Processor):
     adds_special_tokens: ClassVar[bool] = True
     """Whether a text that no chat template has rendered gets the tokenizer's special tokens."""
     video: str | None = None
-    """The placeholder of a video. Texts that contain it are refused."""
+    """The placeholder of a video. Texts that contain this placeholder are refused."""
 
     def __init__(self, tokenizer: Tokenizer, images: Any, *, image: str, tokens: int = 0) -> None:
         super().__init__(tokenizer)
@@ -127,7 +127,7 @@ class ImageProcessor(Processor):
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
         """See `Processor.media`.
 
-        The result switches off special tokens, because the chat template has already added them.
+        The result contains ``bos=False``, because the chat template has already added the special tokens.
         """
         return super().media(parts) | {"bos": False}
 

@@ -27,7 +27,7 @@ class ImageTokenModel(VisionLanguageModel):
     """A vision-language model whose vision tower returns the image tokens of all images, concatenated."""
 
     image_inputs: ClassVar[tuple[str, ...]]
-    """Names of the arguments of `forward` that the tower takes. Each has one row per image, in text order."""
+    """Names of the arguments of `forward` that the tower takes. Each argument has one row per image, in text order."""
     placeholder_key: ClassVar[str] = "image_token_index"
     """Name of the config field that holds `placeholder_id`."""
 
@@ -89,7 +89,7 @@ class ImageTokenModel(VisionLanguageModel):
         # The check makes the host wait for the device. A tower that takes only pixels runs before the check, to keep
         # the device busy.
         tokens = self.visual(*tower_inputs) if tower_inputs is not None and len(tower_inputs) == 1 else None
-        # Placeholders must match the images. Compiled code can't read values, so it skips the check.
+        # Check that the placeholders match the images. Compiled code skips the check, because it can't read values.
         if not decoding and not is_traced():
             self.check_images(input_ids, places, images, cu_seqlens)
         if tower_inputs is not None and tokens is None:

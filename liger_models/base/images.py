@@ -152,7 +152,7 @@ def image_size(source: "Source") -> tuple[int, int]:
         _check_size(image, name)
         if image.format == "PNG" and _may_turn_late(getattr(image, "fp", None)):
             return open_image(source).size
-        # A PNG image's own ``getexif`` would decode all pixels if no orientation comes before them.
+        # The method ``getexif`` of a PNG image would decode all pixels if no orientation comes before the pixels.
         turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation) in TURNED
         # For a TIFF, Pillow has already applied the orientation tag to the size, but not the orientation in the XMP
         # data.
@@ -303,7 +303,7 @@ def cut_patches(pixels: Tensor, height: int, width: int, merge: int = 1) -> Tens
     Returns:
         [patches, C, height · width] uint8.
     """
-    # Each row of a patch is moved as integers of the largest size that divides the row.
+    # A row of a patch is copied as integers of 8, 4, 2 or 1 bytes: the largest size that divides ``width``.
     size, dtype = next((size, dtype) for size, dtype in _INTEGERS.items() if width % size == 0)
     pattern = "c (h m y) (w k x) -> (h w m k) c (y x)"
     cut = rearrange(pixels.view(dtype), pattern, m=merge, k=merge, y=height, x=width // size)
@@ -343,10 +343,10 @@ def join(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def reuse_memory() -> None:
-    """Let Pillow keep the memory of images, up to 256 MB in this process, for later images.
+    """Let Pillow keep up to 256 MB of this process's image memory for later images.
 
-    Without this, each image gets new memory pages from the system, which takes time for large images. This function has
-    no effect if the number of Pillow's memory blocks was already set, by the program or the environment variable
+    Otherwise, each image gets new memory pages from the system, which takes time for large images. This function has no
+    effect if the number of Pillow's memory blocks was already set, by the program or the environment variable
     PILLOW_BLOCKS_MAX.
     """
     from PIL import Image
@@ -389,8 +389,8 @@ class Normalize:
         self.mean, self.std = (
             torch.tensor(values, dtype=torch.float32, device="cpu").view(-1, 1, 1) for values in numbers
         )
-        # transformers multiplies in fp64 and rounds to fp32 before it subtracts. Division by 255 in fp32 gives equal
-        # values.
+        # transformers multiplies in fp64 and rounds to fp32 before it subtracts. If a division in fp32 gives the same
+        # values, as for a division by 255, the faster division is used.
         levels, divisor = torch.arange(256, dtype=torch.float64, device="cpu"), 1 / self.factor
         is_equal = torch.equal(levels.float() / divisor, (levels * self.factor).float())
         self.divisor = divisor if is_equal else None
@@ -518,12 +518,10 @@ def one_list(owner: str, token: str, texts: Sequence[str], images: Any) -> "list
 
 
 def each_once(make: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
-    """Call ``make`` for each index, with the elements that the columns have at this index.
+    """Call ``make(*row)`` for each row of the columns, and return the results in a list.
 
-    Return the results in a list.
-
-    If the same objects occur at several indices, for example because several answers share an image, ``make`` is called
-    only once for them.
+    A row consists of the elements that the columns have at one index. If several rows consist of the same objects, for
+    example because several answers share an image, ``make`` is called only once for these rows.
     """
     results: dict[tuple[int, ...], Any] = {}
     for row in zip(*columns, strict=True):
@@ -541,7 +539,7 @@ def _setting(settings: Mapping[str, Any], key: str, otherwise: Any) -> Any:
 def check_settings(settings: Mapping[str, Any], **fixed: Any) -> None:
     """Raise ValueError if a setting in preprocessor_config.json differs from ``fixed``, its only supported value.
 
-    As in transformers, the value null switches off a step that is one of `STEPS`. For all other keys, null stands for
+    As in transformers, the value null switches off a step if the key is in `STEPS`. For all other keys, null stands for
     the default.
     """
     for key, value in fixed.items():

@@ -40,13 +40,14 @@ class TextOptions(TypedDict, total=False):
     Defaults are in parentheses.
 
     Attributes:
-        padding: True or "longest" pads to the longest row, "max_length" to ``max_length``. False does not pad. (True)
+        padding: True or "longest" pads to the longest row. "max_length" pads to ``max_length`` tokens. False does not
+            pad. (True)
         padding_side: "left" for generation, or "right" for training. (``processor.tokenizer.padding_side``)
-        truncation: whether to cut the end of rows longer than ``max_length`` tokens. As in transformers, a row whose
-            image tokens do not all fit is an error. (False)
+        truncation: whether to cut the end of rows longer than ``max_length`` tokens. If this would cut image tokens, an
+            error is raised, as in transformers. (False)
         max_length: number of tokens; needs ``truncation=True`` or ``padding="max_length"``.
-        return_tensors: "pt", or None for ``input_ids``, ``attention_mask`` and ``assistant_masks`` as lists of rows.
-            The inputs that hold images are always tensors. ("pt")
+        return_tensors: "pt" returns tensors. None returns ``input_ids``, ``attention_mask`` and ``assistant_masks`` as
+            lists of rows; the inputs that hold images are always tensors. ("pt")
         answers: for each text, the start and the end (exclusive) of each answer in characters, as
             `Tokenizer.render_answers` returns them. The result then has ``assistant_masks``, which are 1 on tokens of
             answers.
@@ -124,8 +125,8 @@ def image_parts(
     names = {"image": ("image", "path", "url")} | ({"video": ("video",)} if videos else {})
     media: list[tuple[str, Any, Mapping[str, Any]]] = []
     for part in parts:
-        # Determine the type of the part from its key "type", or else from its other keys. Data sets that use one schema
-        # for all parts have None under the keys of other types.
+        # Determine the type of the part from its key "type", or else from its other keys. In data sets with one schema
+        # for all parts, the keys of other types have the value None.
         keys = {key for key, value in part.items() if value is not None} if isinstance(part, Mapping) else set()
         medium: Any = next((name for name in ("text", *names) if name in keys), None) if keys else part
         medium = part["type"] if "type" in keys else medium
@@ -316,8 +317,8 @@ class Processor(ABC):
     def replace(self, texts: Sequence[str], **written: Iterable[str]) -> list[list[Edit]]:
         """Return, for each text, the edits that replace its placeholders.
 
-        The argument ``image`` holds the texts that replace the image placeholders, in order, and ``video`` holds those
-        for videos.
+        The keyword arguments ``image`` and ``video`` hold the texts that replace the placeholders of images and of
+        videos, in order.
         """
         following = {medium: iter(parts) for medium, parts in written.items()}
         return [
@@ -326,12 +327,12 @@ class Processor(ABC):
         ]
 
     def framed(self, text: str, *, is_prompt: bool) -> str:
-        """Return a text in the form of the model's training data.
+        """Return a text in the format that the model was trained on.
 
-        The processor calls this method for texts that no chat template has rendered.
+        This method is for texts that no chat template has rendered.
 
         Args:
-            text: a whole text, or the prompt that an answer follows.
+            text: a complete text, or a prompt without its answer.
             is_prompt: whether ``text`` is a prompt.
         """
         return text
@@ -511,7 +512,7 @@ class Processor(ABC):
         if len(spans) != len(texts):
             raise ValueError(f"{name}: answers must be one list for each text, got {len(spans)} lists.")
 
-        # Edit the texts and move the answers with them; then encode them into rows of unequal length.
+        # Edit the texts, and adjust the positions of the answers. Then encode the texts into rows of unequal length.
         written = [edited(*text_edits_spans) for text_edits_spans in zip(texts, edits, spans, strict=True)]
         encodings = self.tokenizer.backend.encode_batch(
             [text for text, _ in written], add_special_tokens=add_special_tokens

@@ -38,8 +38,9 @@ class VisionLanguageModel(CausalLM):
 
         Args:
             policy, offload_layers, budget, tokens: settings for the blocks of the language model.
-            vision_policy: policy for the blocks of the tower. Default: the same as ``policy`` if that is one policy for
-                all blocks, the first block's policy if ``policy`` is "auto", and "none" otherwise.
+            vision_policy: policy for the blocks of the tower. Default: ``policy`` if it is one policy for all blocks;
+                the policy that the plan chooses for the first block if ``policy`` is "auto"; "none" if ``policy`` is a
+                list.
         """
         super().set_checkpointing(policy, offload_layers=offload_layers, budget=budget, tokens=tokens)
         if vision_policy is None:
@@ -76,7 +77,7 @@ class VisionLanguageModel(CausalLM):
                 the model.
         """
         if "_processor" not in self.__dict__:
-            # Made once, so that changes to its settings are saved with the model.
+            # The processor is built only once, so that changes to its settings are saved with the model.
             processor = self.processor_class.of(self)
             processor.files = self.assets
             processor.hf_config = write_config(self.config, self.hf_config, self.dtype)
@@ -92,7 +93,8 @@ class VisionLanguageModel(CausalLM):
 class _Insert(torch.autograd.Function):
     """See `insert_tokens`.
 
-    This op replaces ``masked_scatter``, whose backward would wait until the placeholders have been counted.
+    Unlike the backward of ``masked_scatter``, the backward of this op does not make the host wait until the device has
+    counted the placeholders.
     """
 
     @staticmethod
@@ -136,7 +138,7 @@ def check_input_ids(input_ids: Tensor) -> None:
 def placeholder_ids(config: Any) -> list[int]:
     """For any model's config, return the ids of the tokens that stand for images, videos and audio, in this order.
 
-    The ids may be beyond the vocabulary of the head.
+    Some of these ids can lie outside of the head's vocabulary.
     """
     names = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
     return [getattr(config, name) for name in names if getattr(config, name, None) is not None]
