@@ -43,7 +43,7 @@ class MambaHybridConfig(RMSNormDecoderConfig):
 
     @property
     def mixer_width(self) -> int:
-        """Number of channels of the mixer's values."""
+        """Inner width of the mixer: the number of channels of all its heads."""
         return self.mamba_expand * self.hidden_size
 
     @property
@@ -192,6 +192,6 @@ def read_limits(limits: Sequence[Any] | None) -> list[float] | None:
 
 
 def limits_of(limits: list[float] | None) -> tuple[float, float]:
-    """Return the smallest and the largest step size that ``limits``, a result of `read_limits`, allows."""
+    """Return the smallest and the largest allowed step size; ``limits`` is a result of `read_limits`."""
     least, *most = limits or [0.0]
     return least, most[0] if most else math.inf

@@ -22,7 +22,8 @@ class GemmaLayout(BatchLayout):
     """`BatchLayout` with the additional tensors that the blocks of Gemma 3n and Gemma 4 need.
 
     Attributes:
-        per_layer: each block's second input [B, T, P], for this rank's tokens; None for models without such inputs.
+        per_layer: each block's second input [B, T, P] for this rank's tokens, see `PerLayerInputs`; None for models
+            without second inputs.
         shared: maps each layer type to the keys and values [B, S, G, D] that the latest layer of this type computed.
     """
 
@@ -33,8 +34,8 @@ class GemmaLayout(BatchLayout):
 
 
 class GemmaAttention(LigerAttention):
-    """`LigerAttention` with norms of q, k and v. In the last layers of a model, it uses the keys and values of an
-    earlier layer.
+    """`LigerAttention` with norms of q, k and v. The last layers of a model use the keys and values of an earlier
+    layer.
 
     In these last layers, the forward returns ``(y, residual)``, like the forward of `LigerAttention`. In all other
     layers, the forward returns ``(y, residual, k, v)``, and the block passes k and v on to later layers.

@@ -14,7 +14,7 @@ from liger_models.layers.norm import LigerRMSNorm, fp32_norm
 
 
 class GemmaDecoder(CappedGemmaModel):
-    """A decoder whose blocks have second inputs, and whose last blocks use the keys and values of earlier blocks."""
+    """A decoder whose blocks read second inputs, and whose last blocks use the keys and values of earlier blocks."""
 
     layout_class: ClassVar[type[BatchLayout]] = GemmaLayout
 
@@ -54,7 +54,7 @@ class GemmaDecoder(CappedGemmaModel):
                     "a second time. Pass input_ids."
                 )
             input_ids = find_ids(embeds, self.embed_tokens)
-        # Tokens beyond the second vocabulary, such as image tokens, have the second embedding of token 0.
+        # The second embedding has no rows for some tokens, such as image tokens. These tokens get the row of token 0.
         beyond = input_ids >= self.config.vocab_size_per_layer_input
         ids = self.groups.local_along_context(input_ids.masked_fill(beyond, 0))
         tokens = self.per_layer.embed_tokens(ids)  # [B, T, L · P]
@@ -64,7 +64,7 @@ class GemmaDecoder(CappedGemmaModel):
 
     @property
     def held_elements(self) -> int:
-        """Number of elements per token, summed over the blocks' second inputs and the projections from which these
+        """Number of elements per token in the second inputs of all blocks and in the projections from which these
         inputs are computed."""
         count: int = 2 * self.config.num_hidden_layers * self.config.hidden_size_per_layer_input
         return count

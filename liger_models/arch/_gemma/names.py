@@ -12,7 +12,7 @@ PER_LAYER = {
     "per_layer.projection.weight": "per_layer_model_projection.weight",
     "per_layer.norm.weight": "per_layer_projection_norm.weight",
 }
-"""Maps parameters that compute or read the blocks' second inputs to their checkpoint names, without the prefix."""
+"""Maps the parameters of `PerLayerInputs` and `PerLayerBranch` to their names in checkpoints, without the prefix."""
 
 
 def attention_entries(config: Any, prefix: str) -> tuple[dict[str, Expression | str], list[str]]:

@@ -1,8 +1,8 @@
-"""The second token embedding of Gemma 3n and of Gemma 4 (E2B, E4B), which gives each block a second input.
+"""The per-layer embeddings of Gemma 3n and of Gemma 4 E2B and E4B.
 
-`PerLayerInputs` computes the second inputs of all blocks before the first block runs, and `PerLayerBranch` is the part
-of a block that reads the block's second input. The second embedding needs token ids, so if a caller passes embeddings
-instead, `find_ids` finds the ids that belong to them.
+A second token embedding gives each block a second input. `PerLayerInputs` computes the second inputs of all blocks
+before the first block runs, and `PerLayerBranch` is the part of a block that reads the block's second input. The second
+embedding needs token ids, so if a caller passes embeddings instead, `find_ids` finds the ids that belong to them.
 """
 
 from functools import partial
@@ -55,7 +55,7 @@ class PerLayerInputs(Layer):
         # [B, T, L, P], normalized over P for each block separately.
         projected = call_linear(self.projection, embeds) * embeds.shape[-1] ** -0.5
         projected = self.norm(projected.unflatten(-1, (-1, width)))
-        # The factor gives the sum the variance of one of the two terms.
+        # The factor gives the sum the same variance as each of its two terms.
         inputs: Tensor = (projected + tokens.view_as(projected)) * 2**-0.5
         return inputs.unbind(2)
 

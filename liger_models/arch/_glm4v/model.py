@@ -24,8 +24,8 @@ class Glm4vModel(MRopeModel):
         """See `GridImageModel.media_places`.
 
         A placeholder belongs to a video if a video-start token precedes it in the same document and no video-end token
-        lies between the two. The processor replaces every token whose id is ``video_token_id``. If the
-        ids do not come from the processor, a token ``video_token_id`` counts as a video placeholder.
+        lies between the two. The processor replaces every token whose id is ``video_token_id``. If the ids do not come
+        from the processor, tokens with this id count as video placeholders.
         """
         config, device, (B, T) = self.config, input_ids.device, input_ids.shape
         # For each token, the index of the last video start and of the last video end before it, or −1, [B, T] each.

@@ -1,6 +1,6 @@
 """The processor of GLM-4.1V and GLM-4.5V, which turns text, images and videos into model inputs.
 
-Differs from the processor of Qwen3-VL: an image is repeated until it fills the frames of a patch, and each repetition
+Differs from the processor of Qwen3-VL: an image is repeated to fill all frames that a patch spans, and each repetition
 counts toward the bounds on the image's area. Video frames have the same placeholder as images, and each pair of frames
 is followed by the time of its first frame in whole seconds. Video files are sampled by time, at a fixed rate.
 
@@ -18,7 +18,7 @@ CLIP = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD}
 LEAST_PIXELS = 112 * 112
 MOST_PIXELS = {"image": 28 * 28 * 15000, "video": 28 * 28 * 2 * 30000}
 MAX_DURATION = 300
-"""Default limit in seconds: a fixed number of frames is sampled from longer videos."""
+"""The default of ``max_duration``, in seconds. From longer videos, a fixed number of frames is sampled."""
 
 
 class Glm4vVideos(QwenVLImages):
@@ -30,11 +30,11 @@ class Glm4vVideos(QwenVLImages):
         self.max_duration = float(settings.get("max_duration") or MAX_DURATION)
 
     def sampled(self, frames: int, fps: float, wanted: float | None = None) -> list[int]:
-        """See `Processor.sampled`. The number of indices is even; to make it even, the last frame is repeated if
-        necessary."""
+        """See `Processor.sampled`. The number of indices is even. If necessary, the last index is repeated."""
         self.check_rate(wanted)
         rate, duration = wanted or self.fps, frames / fps
-        # The index of each frame before rounding up. Videos beyond `max_duration` have a fixed number of frames.
+        # The index of each sampled frame, before it is rounded up. From videos beyond `max_duration`, a fixed number of
+        # frames is sampled.
         most = max(int(self.max_duration * rate), 1)
         if duration <= self.max_duration:
             exact = [index * fps / rate for index in range(max(math.floor(duration * rate), 1))]
@@ -42,7 +42,7 @@ class Glm4vVideos(QwenVLImages):
             exact = [float(index) for index in range(frames)]
         else:
             exact = [index * (duration / max(most - 1, 1)) * fps for index in range(most)]
-        # Sample no frame twice, except the last one.
+        # Sample no frame twice. Only the last frame may be repeated.
         numbers = list(dict.fromkeys(min(math.ceil(number), frames - 1) for number in exact))
         return numbers + numbers[-1:] * (len(numbers) % 2)
 

@@ -1,9 +1,9 @@
 """The vision tower of GLM-4.1V and GLM-4.5V, which turns patches into image tokens.
 
-Differs from the tower of Qwen2-VL: patches are normalized after the embedding, which has a bias. Patches have learned
-positions, interpolated bicubically to the grid of the image, in addition to the rotation. Blocks have RMSNorm and a
-gated MLP, whose width is ``out_hidden_size``. After the blocks, a projection merges squares of two by two patches, and
-a gated MLP of width ``intermediate_size`` follows.
+Differs from the tower of Qwen2-VL: patches are normalized after the embedding, which has a bias. In addition to rotary
+positions, patches have learned positions, which are interpolated bicubically to the grid of the image. Blocks have
+RMSNorm and a gated MLP, whose width is ``out_hidden_size``. After the blocks, a projection merges squares of two by two
+patches, and a gated MLP of width ``intermediate_size`` follows.
 
 Source: https://arxiv.org/abs/2507.01006, transformers ``models/glm4v``.
 """

@@ -84,7 +84,7 @@ class LlavaNextProcessor(LlavaProcessor):
     Args:
         tokenizer: tokenizer of the checkpoint.
         images: converter of images to tiles.
-        image: the placeholder of an image in the text. The processor repeats it once per image token.
+        image: the placeholder of an image in the text. The processor replaces it with one copy per image token.
         tokens: number of tokens per tile.
     """
 

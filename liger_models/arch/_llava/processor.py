@@ -41,7 +41,7 @@ def side_of(settings: Mapping[str, Any], key: str, *names: str) -> int | None:
 
 
 class LlavaImages(ImageConverter):
-    """Resizes an image by its shorter side, and crops the center to the tower's image size.
+    """Resizes an image to a given length of its shorter side, and crops the center to the tower's image size.
 
     Args:
         settings: the content of preprocessor_config.json.
@@ -98,7 +98,7 @@ class LlavaProcessor(ImageProcessor):
     Args:
         tokenizer: tokenizer of the checkpoint.
         images: converter of images to pixels.
-        image: the placeholder of an image in the text. The processor repeats it once per image token.
+        image: the placeholder of an image in the text. The processor replaces it with one copy per image token.
         tokens: number of tokens per image.
     """
 

@@ -20,7 +20,7 @@ class MistralTextConfig(RMSNormDecoderConfig):
 class LlavaBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it.
 
-    The configuration may have ``attention_bias`` and ``mlp_bias``, as a Llama configuration may.
+    Like Llama's configuration, the configuration may have ``attention_bias`` and ``mlp_bias``.
     """
 
     def attention_options(self, config: MistralTextConfig, layer: int) -> dict[str, Any]:

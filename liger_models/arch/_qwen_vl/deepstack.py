@@ -1,9 +1,9 @@
 """The vision tower of Qwen3-VL (dense and MoE), which turns patches into image tokens and DeepStack features.
 
-Differs from the tower of Qwen2-VL: the patch embedding has a bias. In addition to the rotation, patches have learned
-positions, which are interpolated to the grid of the image. The tower also has DeepStack: the outputs of some blocks are
-merged into features of the image tokens, and these features are added to the residual stream after the first blocks of
-the language model.
+Differs from the tower of Qwen2-VL: the patch embedding has a bias. In addition to rotary positions, patches have
+learned positions, which are interpolated to the grid of the image. The tower also has DeepStack: the outputs of some
+blocks are merged into features of the image tokens, and these features are added to the residual stream after the first
+blocks of the language model.
 
 Source: https://arxiv.org/abs/2511.21631, https://arxiv.org/abs/2406.04334, transformers ``models/qwen3_vl``.
 """
@@ -82,7 +82,8 @@ class Qwen3VLTower(QwenTower):
         norm = partial(LigerLayerNorm, eps=1e-6, kernel=kernels.layer_norm)
         mlp = partial(LigerMLP, C, config.intermediate_size, act=act, kernel=kernels.swiglu)
         super().__init__(config, C, tokens, norm, mlp, kernels, positions=config.num_position_embeddings)
-        # Patches are merged at the end into image tokens, and after some blocks into DeepStack features.
+        # After the last block, patches are merged into image tokens. After some blocks, they are merged into DeepStack
+        # features.
         self.deepstack = config.deepstack_visual_indexes
         merger = partial(PatchMerger, norm, C, tokens, self.merge, kernels, norm_of_all=True)
         self.deepstack_mergers = nn.ModuleList(merger() for _ in self.deepstack)

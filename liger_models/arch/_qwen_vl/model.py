@@ -26,7 +26,7 @@ class MRopeModel(GridImageModel):
     images_shift_positions = True
     interleaved: ClassVar[bool] = False
     """Whether the rotary frequencies of time, height and width alternate. If False, each of the three has its own
-    section."""
+    section of the frequencies."""
 
     def build_visual(self, config: Any) -> nn.Module:
         """The vision tower."""
@@ -56,7 +56,7 @@ class MRopeModel(GridImageModel):
         Args:
             input_ids: [B, T] int64.
             image_grid_thw, video_grid_thw, second_per_grid_ts: as in `forward`.
-            attention_mask: [B, T], 0 for padding, which is not counted.
+            attention_mask: [B, T], 0 for padding. Positions do not count padding.
             cu_seqlens: [n + 1], boundaries of packed documents. Positions start from 0 in each document.
 
         Raises:

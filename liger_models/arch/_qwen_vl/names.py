@@ -42,7 +42,7 @@ def read_multimodal(config_class: type[Any], hf: Mapping[str, Any], top: Collect
     """
     # Copy both parts, because keys are removed below. Older files have the language model's keys at the top.
     text, vision = (dict(hf.get(part) or {}) for part in ("text_config", "vision_config"))
-    if hf.get("text_config") is None:  # in older files, the rope parameters hold this length
+    if hf.get("text_config") is None:  # in older files, the rope parameters contain the original length
         flat = {key: value for key, value in hf.items() if key != "original_max_position_embeddings"}
     else:
         flat = of_text(config_class, hf, text, top)
@@ -73,8 +73,8 @@ def write_multimodal(
     Args:
         keys: the fields of the config.
         interleaved: whether the rotary frequencies of time, height and width are interleaved.
-        marks: keys that the rope parameters have besides ``rope_type`` if there is no scaling. None stands for the keys
-            of Qwen2-VL.
+        marks: keys that are written to the rope parameters, besides ``rope_type``, if there is no rope scaling.
+            Default: the keys of Qwen2-VL.
     """
     marks = {"type": "mrope"} if marks is None else marks
     out, vision = dict(keys), dict(keys["vision_config"])

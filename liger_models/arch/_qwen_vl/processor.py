@@ -89,8 +89,9 @@ class QwenVLImages:
     Args:
         settings: the content of preprocessor_config.json or video_preprocessor_config.json.
         min_pixels, max_pixels: bounds of the area, used if the settings have none.
-        of: scope of the bounds: "image"; "repeated image" for all the repetitions of an image that fill a patch
-            (GLM-4.1V); "frame" for each frame of a video; or "video" for all of its frames together (Qwen3-VL).
+        of: what the bounds apply to: "image" for the area of an image; "repeated image" for the total area of all
+            repetitions of an image in a patch (GLM-4.1V); "frame" for the area of each frame of a video; "video" for
+            the total area of all frames (Qwen3-VL).
 
     Raises:
         ValueError: the settings request a feature that is not implemented.
@@ -113,7 +114,7 @@ class QwenVLImages:
             int(settings.get(key) or value)
             for key, value in (("patch_size", 14), ("merge_size", 2), ("temporal_patch_size", 2))
         )
-        # The bounds of the area, whose names depend on the version of transformers. Some of these settings are for
+        # The names of the bounds depend on the version of transformers. Some of the following settings are only for
         # videos.
         self.min_pixels = settings.get("min_pixels") or size.get("shortest_edge") or min_pixels
         self.max_pixels = settings.get("max_pixels") or size.get("longest_edge") or max_pixels
@@ -147,8 +148,8 @@ class QwenVLImages:
             min_pixels, max_pixels: bounds of this image's area; by default the bounds for all images.
 
         Returns:
-            ``(patches, grid)``: the patches [frames · rows · columns, 3 · depth · side · side] fp32, and the grid [3]
-            int64.
+            ``(patches, grid)``: the patches [frames · rows · columns, 3 · depth · side · side] fp32, where depth is the
+            number of frames per patch; and the grid [3] int64, which holds frames, rows and columns.
 
         Raises:
             ValueError: there are too few frames, frames differ in size, or the bounds allow no size.
@@ -195,7 +196,8 @@ class QwenVLImages:
                 "QwenVLImages: min_pixels and max_pixels must be positive numbers of pixels, the second at least the "
                 f"first, got {min_pixels!r} and {max_pixels!r}."
             )
-        # The area of a video counts all frames. The number of frames is rounded to a multiple of the frames per token.
+        # The area of a video is the total area of all frames. The number of frames is rounded to a multiple of the
+        # frames per token.
         deep = (count, round(count / self.frames) * self.frames) if whole else (1, 1)
         if whole and min(height, width) < factor:
             scale = factor / min(height, width)
@@ -205,11 +207,12 @@ class QwenVLImages:
         return smart_resize(height, width, factor, least, most, deep)
 
     def sampled(self, frames: int, fps: float, wanted: float | None = None) -> list[int]:
-        """See `Processor.sampled`. Frames are evenly spaced from the first one on; Qwen3-VL includes the last frame."""
+        """See `Processor.sampled`. The frames are evenly spaced, beginning with the first frame. In Qwen3-VL, the last
+        of them is the last frame of the file."""
         self.check_rate(wanted)
         whole, most = self.of == "video", min(self.most_frames, frames)
-        # The number of frames is fixed, or follows from the rate within the limits. Except in Qwen3-VL, it is a
-        # multiple of the frames per patch.
+        # The number of frames is fixed, or computed from the rate and clamped to the limits. Except in Qwen3-VL, this
+        # number is a multiple of the frames per patch.
         if wanted is None and self.num_frames:
             depth = 1 if whole else self.frames
             count = min(round(self.num_frames / depth), frames // depth) * depth
@@ -239,7 +242,8 @@ class QwenVLImages:
             )
 
     def bounds(self) -> dict[str, Any]:
-        """Return the bounds of the area as settings, under all names by which versions of transformers read them."""
+        """Return the bounds of the area as settings, under the names that the different versions of transformers
+        read."""
         bounds = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         return bounds | {"size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}}
 

@@ -1,8 +1,8 @@
 """Common code of the Qwen-VL families' vision towers: it checks sizes, builds a tower's parts and maps tensor names.
 
-Every tower embeds patches, runs `VisionBlock`s, and merges squares of patches into image tokens. The blocks rotate
-queries and keys by row and column. The towers differ in norms, MLPs and positions; each family's file has its own
-``forward``.
+Every tower embeds patches, runs `VisionBlock`s, and merges squares of patches into image tokens. The blocks apply
+rotary embeddings of rows and columns to queries and keys. The towers differ in norms, MLPs and positions; each family's
+file has its own ``forward``.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,8 +23,8 @@ PARAMETERS = ("weight", "bias")
 
 
 def check_tower(config: Any, width: str, activations: tuple[str, ...] = PLAIN_ACTIVATIONS) -> None:
-    """Raise ValueError if the heads can't be rotated by row and column, or if the tower does not support the
-    activation.
+    """Raise ValueError if the head dimension does not suit rotary embeddings of rows and columns, or if the tower does
+    not support the activation.
 
     Args:
         config: sizes of the tower.

@@ -16,7 +16,7 @@ def choose_grid(size: tuple[int, int], side: int, least: int, most: int) -> tupl
     """Choose the grid of tiles whose aspect ratio is nearest to an image's aspect ratio.
 
     If the aspect ratios of several grids are equally near, choose the largest of these grids whose area is less than
-    twice the area of the image.
+    twice the area of the image, or the smallest of these grids if none is small enough.
 
     Args:
         size: width and height of the image.

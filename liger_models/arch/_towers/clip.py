@@ -42,8 +42,8 @@ class ClipTower(nn.Module):
         blocks = [VisionBlock(C, heads, norm, mlp(), kernels, rotary=None) for _ in range(config.num_hidden_layers)]
         self.blocks = nn.ModuleList(blocks[:layers])
         self.unread = nn.ModuleList([*blocks[layers:], norm()]).requires_grad_(False)
-        """The blocks after the block whose output the language model reads, and the norm that only CLIP's pooling uses.
-        These modules do not run, but checkpoints have them."""
+        """Modules that do not run: the blocks after the last block that the language model needs, and the norm that
+        only CLIP's pooling uses. Checkpoints contain these modules."""
 
     def run_blocks(self, pixels: Tensor) -> Tensor:
         """Return the output of the last block, [n, 1 + patches, C]; ``pixels`` is [n, channels, side, side]."""

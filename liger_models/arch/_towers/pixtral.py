@@ -117,8 +117,8 @@ class PixtralTower(nn.Module):
         blocks = [VisionBlock(C, heads, norm, mlp(), kernels, bias=False) for _ in range(config.num_hidden_layers)]
         self.blocks = nn.ModuleList(blocks[:layers])
         self.unread = nn.ModuleList(blocks[layers:]).requires_grad_(False)
-        """The blocks after the block whose output the language model reads. They do not run, but checkpoints have
-        them."""
+        """Blocks that do not run, because the language model reads the output of an earlier block. Checkpoints contain
+        these blocks."""
         self.rotary = PixtralRotaryEmbedding(C // heads, config.rope_theta)
 
     def run_blocks(self, pixels: Tensor, sizes: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -130,8 +130,8 @@ class PixtralTower(nn.Module):
 
         Returns:
             The pair ``(x, residual)`` [1, N, C], whose sum is the output of the last block. The N patches are ordered
-            by image, and within an image by block. In a compiled graph, which cannot depend on ``sizes``, the padding
-            follows the patches of all images.
+            by image. Within an image, the patches that become one image token are adjacent. In a compiled graph, which
+            cannot depend on ``sizes``, the padding follows the patches of all images.
         """
         m, p = self.merge, self.patch
         values = rearrange(pixels, "n c (h m y) (w k x) -> (n h w m k) (c y x)", m=m, k=m, y=p, x=p)

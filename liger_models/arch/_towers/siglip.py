@@ -24,7 +24,7 @@ from liger_models.layers.vision import VisionBlock
 
 @dataclass(frozen=True, kw_only=True)
 class SiglipSizes:
-    """Sizes of a SigLIP tower, which may have learned positions for images of several sizes.
+    """Sizes of a SigLIP tower for images of one or several sizes.
 
     Raises:
         ValueError: the width is not a multiple of the number of heads, or a setting is not supported.
@@ -104,7 +104,7 @@ class SiglipTower(nn.Module):
         patches = rearrange(whole, "n c (h y) (w x) -> n (h w) (c y x)", y=self.patch, x=self.patch)
         embedded = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
         x, residual = None, embedded + self.positions(rows)
-        # All patches of an image attend to each other, without rotation.
+        # All patches of an image attend to each other, without RoPE.
         layout = BatchLayout.bidirectional(torch.arange(residual.shape[1], device=residual.device)[None], {}, None)
         for block in self.blocks:
             x, residual = block(x, residual, layout)
