@@ -92,8 +92,8 @@ def weight_map(config: KimiK25Config) -> WeightMap:
 
 
 def other_maps(config: KimiK25Config) -> list[WeightMap]:
-    """The weight maps for two kinds of tensor names: those in the files that transformers 5 writes, and those of
-    transformers' modules."""
+    """The weight maps of the other layouts that can be read: ``blocks`` instead of ``layers``, as in files that
+    transformers 5 writes; one tensor for all experts of a layer; and the names of transformers' modules."""
     options: dict[str, Any] = {"kept": OF_IMAGES}
     head = "language_model.lm_head.weight"
     return [

@@ -1,7 +1,7 @@
 """Gemma 3 text models (270M, 1B): model_type ``gemma3_text``.
 
 Differs from Llama: attention and the MLP have a norm before and a norm after them. Each head of q and k is normalized
-before the rotation. All norms multiply by 1 + weight in fp32. Five of every six layers attend only to the last
+before RoPE. All norms multiply by 1 + weight in fp32. Five of every six layers attend only to the last
 ``sliding_window`` tokens; their rotary base is ``rope_local_base_freq``, without rope scaling. Scores are divided by
 sqrt(``query_pre_attn_scalar``) instead of sqrt(head dimension). Embeddings are multiplied by a constant, which is
 sqrt(hidden_size) rounded to the dtype of the weights. The MLP's activation is tanh-approximated GELU. The head is tied

@@ -52,8 +52,8 @@ class Streams(Layer):
 
     def split(self, embeds: Tensor) -> Tensor:
         """The embeddings [B, T, C] are the first stream; return the other streams [n − 1, B, T, C]."""
-        # The gradient of the root of 0 is infinite, so the magnitude of padding, whose embedding is 0, is raised to a
-        # number above 0.
+        # The embedding of padding is 0, where the gradient of the square root would be infinite. The magnitude
+        # therefore has a lower bound above 0.
         target = magnitude(embeds, torch.finfo(torch.float32).tiny)
         parts = [projection(embeds) for projection in self.projections]
         return torch.stack([part * target / magnitude(part, LEAST) for part in parts])

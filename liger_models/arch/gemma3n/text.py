@@ -4,11 +4,12 @@ Differs from Gemma 3: there are several residual streams (AltUp), and each block
 low-rank branch (LAuReL) is added to the output of the attention, and the sum is divided by sqrt(2). In the MLPs of the
 first layers, a gate becomes 0 unless it is far above the mean of its token's gates. Before the activation, a gate ``g``
 is replaced by ``max(0, g − m − s · Φ⁻¹(p))``, where ``m`` and ``s`` are the mean and the standard deviation of the
-token's gates, ``p`` is the sparsity, and ``Φ`` is the normal distribution function. A second token embedding gives each
-block a second input, which is added to the other streams. Norms multiply by their weight, and values are normalized
-without a weight. Attention scores are not scaled. Every fifth layer has no window. The last ``num_kv_shared_layers``
-layers compute no keys and values. Instead, each of these layers uses the keys and values of an earlier layer: the last
-one of the same type that computes keys and values.
+token's gates, ``p`` is the sparsity, and ``Φ`` is the distribution function of the standard normal distribution. A
+second token embedding gives each block a second input. The second input is multiplied by a gate, projected, and added
+to all streams except the first. Norms multiply by their weight, and values are normalized without a weight. Attention
+scores are not scaled. Every fifth layer has no window. The last ``num_kv_shared_layers`` layers compute no keys and
+values. Instead, each of these layers uses the keys and values of an earlier layer: the last one of the same type that
+computes keys and values.
 
 Each vector in ``inputs_embeds`` must be a row of the embedding, because the second embedding needs the id of the row.
 transformers, in contrast, ignores the second embedding if a caller passes ``inputs_embeds``.
@@ -144,7 +145,7 @@ class Gemma3nTextConfig(RMSNormDecoderConfig):
 
 @dataclass(frozen=True, eq=False)
 class Gemma3nLayout(GemmaLayout):
-    """`GemmaLayout` with all residual streams but the first.
+    """`GemmaLayout` that also holds all residual streams except the first.
 
     Attributes:
         streams: [n − 1, B, T, C], the streams before the next block, for this rank's tokens.
@@ -248,7 +249,7 @@ class Gemma3nDecoder(GemmaDecoder):
     def run_blocks(
         self, embeds: Tensor, layout: Any, states: list[Tensor] | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """See `Decoder.run_blocks`. The first of the streams takes the place of the residual stream."""
+        """See `Decoder.run_blocks`. The first stream serves as the residual stream."""
         return super().run_blocks(embeds, replace(layout, streams=self.streams.split(embeds)), states)
 
     def carry(self, index: int, more: list[Tensor], layout: Any) -> tuple[list[Tensor], Any]:

@@ -92,7 +92,7 @@ class Gemma4TextConfig(RMSNormDecoderConfig):
         return layer >= self.num_hidden_layers - self.num_kv_shared_layers
 
     def keys_are_values(self, layer: int) -> bool:
-        """Whether a layer uses its keys, before norm and rotation, as its values."""
+        """Whether a layer uses its keys, before norm and RoPE, as its values."""
         return self.attention_k_eq_v and self.window(layer) is None
 
     def kv_heads_of(self, layer: int) -> int:

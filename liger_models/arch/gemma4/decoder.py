@@ -59,7 +59,7 @@ class Gemma4Block(nn.Module):
         self.pre_feedforward_layernorm = norm(C)
         self.mlp = GatedMLP(C, config.mlp_size_of(layer), act="gelu_tanh", kernel=kernels.swiglu)
         self.post_feedforward_layernorm = norm(C)
-        # Some models add experts to the MLP, and some have a second input for each token.
+        # Depending on the model, blocks have experts in addition to the MLP, or a second input.
         self.moe: Gemma4Experts | None = None
         if config.enable_moe_block:
             self.moe = Gemma4Experts(config, norm, kernels)
@@ -90,7 +90,8 @@ class Gemma4Block(nn.Module):
 
         if self.per_layer is not None:
             residual = residual + self.per_layer(residual, layout.per_layer[self.layer])
-        # The factor scales the whole stream, so no output is left to be added to the stream later.
+        # The scalar multiplies the whole stream. All outputs are already added to the stream, so the first result is
+        # None.
         return None, self.layer_scalar(residual), *carried
 
 

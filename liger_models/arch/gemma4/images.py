@@ -25,8 +25,7 @@ from liger_models.layers.decoder import CausalLMOutput
 from liger_models.layers.patches import count_torn
 
 REFUSED = {"input_features": "audio", "input_features_mask": "audio", "pixel_values_videos": "videos"}
-"""Maps each argument that this model refuses, although the model in transformers takes it, to the kind of input that
-the argument holds."""
+"""The arguments that transformers' model takes and this model refuses. Maps each argument to the kind of its input."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -84,8 +84,9 @@ def weight_map(config: Gemma4Config) -> WeightMap:
         **{f"{ours}.{norm}.weight": f"{block}.{norm}.weight" for norm in norms},
         **{f"{ours}.{linear}.linear.weight": f"{block}.{linear}.linear.weight" for linear in linears},
     }
-    # In the checkpoint, a head has both halves of the column pairs, then both halves of the row pairs. In this package,
-    # the first halves of columns and rows come first.
+    # RoPE rotates pairs of dimensions. In the checkpoint, a head has the first and then the second dimensions of the
+    # column pairs, followed by the first and then the second dimensions of the row pairs. In this package, a head has
+    # the first dimensions of all pairs, followed by the second dimensions of all pairs.
     for part in "qk":
         rows = f"self_attn.{part}_proj.linear.weight"
         also[f"{ours}.{rows}"] = Rearrange(

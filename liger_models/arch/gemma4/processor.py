@@ -62,13 +62,13 @@ class Gemma4Images(ImageConverter):
 
     def tokens(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the number of rows and columns of image tokens for an image of the given width and height."""
-        # The image is scaled to the allowed area without changing its shape, and its sides are rounded down to whole
+        # The image is scaled to the allowed area with the same aspect ratio, and its sides are rounded down to whole
         # tokens.
         side = self.patch * self.pool
         factor = math.sqrt(self.max_soft_tokens * self.pool**2 * self.patch**2 / (size[0] * size[1]))
         columns, rows = (math.floor(factor * length / side) for length in size)
-        # An image too narrow for one token gets one row or column, which is as long as the image's shape and the limit
-        # allow.
+        # If an image is too narrow for one token, it gets a single row or column of tokens. The number of these tokens
+        # is the aspect ratio, rounded down, but at most the limit.
         if rows == 0:
             return 1, min(size[0] // size[1], self.max_soft_tokens)
         if columns == 0:

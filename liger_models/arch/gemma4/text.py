@@ -4,7 +4,7 @@
 Values are also normalized, by a norm without a weight. Attention scores are not scaled. Layers without a window have
 wider heads (``global_head_dim``) and rotate only the first pairs of dimensions of each head: ``partial_rotary_factor``
 is the fraction of pairs that are rotated. If ``attention_k_eq_v`` is set, the layers without a window also have their
-own number of KV heads, and no projection for values: their keys, before norm and rotation, are used as values. The last
+own number of KV heads, and no projection for values: their keys, before norm and RoPE, are used as values. The last
 ``num_kv_shared_layers`` layers compute no keys and values. Instead, each of these layers uses the keys and values of
 the last earlier layer of the same type that computes keys and values. At the end of each block, the residual stream is
 multiplied by a factor.

@@ -1,7 +1,7 @@
 """The vision tower of Gemma 4, which turns patches into image tokens.
 
-Images keep their aspect ratio. A patch has a learned position for its column and another for its row, and queries and
-keys are rotated by column and row. Blocks have norms before and after attention and MLP; queries, keys and values are
+Images keep their aspect ratio. A patch has a learned position for its column and another for its row. RoPE of queries
+and keys also encodes column and row. Blocks have norms before and after attention and MLP; queries, keys and values are
 also normalized. In E2B and E4B, the inputs and outputs of linear layers are clipped. The outputs of the last block are
 averaged over squares of patches and multiplied by sqrt(C). In 26B-A4B and 31B, the results are then standardized. A
 norm and a projection turn the results into image tokens.
@@ -35,8 +35,8 @@ class Gemma4VisionConfig:
     """Sizes of the vision tower.
 
     Raises:
-        ValueError: heads cannot be rotated by row and column, there are fewer KV heads than query heads, or the
-            activation or dropout is not supported.
+        ValueError: the head dimension is not a multiple of 4, the number of KV heads differs from the number of query
+            heads, or the activation or dropout is not supported.
     """
 
     hidden_size: int = 768
@@ -113,7 +113,7 @@ class ClippedLinear(Layer):
 
 
 class Gemma4VisionAttention(Layer):
-    """Attention among the patches of an image, with norms of q, k and v, and rotation by column and row.
+    """Attention among the patches of an image, with norms of q, k and v, and with RoPE for columns and rows.
 
     Args:
         config: sizes.

@@ -3,8 +3,8 @@
 The language model is GLM-4-0414 with positions in time, height and width. Each of these three coordinates has its own
 section of the rotary frequencies. The projections of q, k and v always have biases, and the head dimension is
 ``hidden_size`` divided by the number of heads. If ``partial_rotary_factor`` is missing, the whole head is rotated, and
-``mrope_section`` must cover the whole head. In the text, the placeholders of a video frame are the same as those of an
-image, and the time of the frame in seconds follows them.
+``mrope_section`` must cover the whole head. In the text, a video frame has the same placeholders as an image, followed
+by the time of the frame in seconds.
 
 Source: https://arxiv.org/abs/2507.01006, transformers ``models/glm4v``.
 """
@@ -61,7 +61,7 @@ def weight_map(config: Glm4vConfig) -> WeightMap:
 
 
 def other_maps(config: Glm4vConfig) -> list[WeightMap]:
-    """The weight map for names with the older prefixes of Qwen2-VL checkpoints."""
+    """The weight map for tensor names with the prefixes of Qwen2-VL checkpoints."""
     return [_map(config, "model", "visual")]
 
 

@@ -69,8 +69,8 @@ def weight_map(
 
 
 def other_maps(config: Glm4vMoeConfig) -> list[WeightMap]:
-    """Two weight maps: one for files in which a tensor holds all experts of a layer, and one for names with the older
-    prefixes of Qwen2-VL."""
+    """Two weight maps: one for files in which a tensor holds all experts of a layer, and one for tensor names with the
+    prefixes of Qwen2-VL checkpoints."""
     return [weight_map(config, fused=True), weight_map(config, prefix="model", visual="visual")]
 
 

@@ -2,8 +2,8 @@
 
 Differs from Llama: the heads have 128 dimensions, whatever the width of the model, and only the first half
 (``partial_rotary_factor``) of each head is rotated. If ``attention_bias`` is set, the q, k and v projections have
-biases. The output projection never has a bias. If ``use_qk_norm`` is set, each head of q and k is normalized before the
-rotation. From layer ``first_k_dense_replace`` on, the MLP is a mixture of experts plus shared experts. The
+biases. The output projection never has a bias. If ``use_qk_norm`` is set, each head of q and k is normalized before
+RoPE. From layer ``first_k_dense_replace`` on, the MLP is a mixture of experts plus shared experts. The
 ``n_shared_experts`` shared experts process all tokens. Together, the shared experts form one MLP, whose output is not
 gated. Experts are scored by a sigmoid in fp32. To choose experts, ``e_score_correction_bias`` is added to the scores.
 The experts form ``n_group`` groups, and the score of a group is the sum of its two best scores. Experts are chosen only

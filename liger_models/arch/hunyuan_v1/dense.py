@@ -1,8 +1,8 @@
 """Hunyuan 0.5B, 1.8B, 4B, 7B and Hunyuan-MT: model_type ``hunyuan_v1_dense``.
 
-Differs from Llama: each head of q and k is normalized by an RMSNorm after the rotation. If the rope scaling has the
-type "dynamic" and a key ``alpha``, the base of the rotary frequencies is multiplied by a constant, whatever the length
-of the sequence.
+Differs from Llama: each head of q and k is normalized by an RMSNorm after RoPE. If the rope scaling has the type
+"dynamic" and a key ``alpha``, the base of the rotary frequencies is multiplied by a constant that does not depend on
+the sequence length.
 
 Source: https://github.com/Tencent-Hunyuan/Hunyuan-7B, transformers ``models/hunyuan_v1_dense``.
 """

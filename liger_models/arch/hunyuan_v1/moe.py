@@ -68,7 +68,7 @@ class LigerHunYuanMoEV1(CausalLM):
     replays_routing = True
 
 
-# Keys of the released code, which the model in transformers does not read. Released models have these settings.
+# Keys in released files that only the released code reads, and not the model in transformers.
 IGNORED_KEYS = (
     *dense.IGNORED_KEYS,
     "capacity_factor",

@@ -62,7 +62,7 @@ def whole_tiles(width: int, height: int, side: int) -> tuple[int, int]:
 
 
 class Idefics3Images(ImageConverter):
-    """Scales an image by its longer side, enlarges it to whole tiles, and adds a tile that shows all of the image.
+    """Scales an image to ``longest_edge``, enlarges it to whole tiles, and adds a tile that shows the whole image.
 
     Args:
         settings: the content of preprocessor_config.json.
@@ -115,7 +115,7 @@ class Idefics3Images(ImageConverter):
         whole = self.side, self.side
         if columns == 0:
             return self.normalize.stack([to_tensor(image, whole, LANCZOS)])
-        # Each step of resizing rounds to bytes, and the tile of the whole image is made from the enlarged image.
+        # Each resizing step rounds to uint8. The tile of the whole image is made from the enlarged image.
         tall, wide = rows * self.side, columns * self.side
         image = resize(image, (tall, wide), LANCZOS)
         tiles = cut_tiles(to_tensor(image, (tall, wide), LANCZOS), rows, columns)

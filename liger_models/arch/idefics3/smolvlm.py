@@ -1,7 +1,7 @@
 """SmolVLM2 (256M, 500M, 2.2B): model_type ``smolvlm``.
 
-The architecture is that of Idefics3. Checkpoints of the first SmolVLM have the model_type ``idefics3``. Videos are not
-read.
+The architecture is the same as in Idefics3. Checkpoints of the first SmolVLM have the model_type ``idefics3``. Videos
+are not supported.
 
 Source: https://arxiv.org/abs/2504.05299, transformers ``models/smolvlm``.
 """

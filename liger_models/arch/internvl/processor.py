@@ -94,7 +94,7 @@ class InternVLProcessor(ImageProcessor):
         image: the placeholder, which is repeated for the tokens of an image.
         begin, end: the tokens before and after an image.
         tokens: number of tokens per tile.
-        video: the placeholder of a video, which is refused.
+        video: the placeholder of a video. Texts that contain this placeholder are refused.
     """
 
     adds_special_tokens = False
@@ -111,7 +111,7 @@ class InternVLProcessor(ImageProcessor):
         config = model.config
         (image,) = image_tokens("InternVLProcessor", model.tokenizer, [config.image_token_id])
         settings = image_settings(model.assets)
-        # The tokenizer's file names the other tokens, at its top level or among the special tokens.
+        # tokenizer_config.json has the other tokens, at its top level or under ``extra_special_tokens``.
         file = parse_json(model.assets.get("tokenizer_config.json", b"{}"), "tokenizer_config.json")
         special = file.get("extra_special_tokens")
         named = {**(special if isinstance(special, dict) else {}), **file}

@@ -107,7 +107,7 @@ class InternVLTower(nn.Module):
         # Each tile has a class token in front: [n, 1 + patches, C].
         tokens = torch.cat([local(self.class_embed).expand(len(embedded), -1, -1), embedded], 1)
         x, residual = None, tokens + local(self.pos_embed)
-        # All tokens of a tile attend to each other, without rotation.
+        # All tokens of a tile attend to each other, without RoPE.
         layout = BatchLayout.bidirectional(torch.arange(residual.shape[1], device=residual.device)[None], {}, None)
         for block in self.blocks:
             x, residual = block(x, residual, layout)

@@ -1,4 +1,4 @@
-"""The block of LFM2: a gated short convolution in most layers, and attention in the others.
+"""The block of LFM2.
 
 Differs from Qwen3: most layers have a gated short convolution (`LigerGatedConv`) instead of attention.
 
@@ -99,8 +99,8 @@ def lfm2_map(
 
     Args:
         config: config of the model.
-        mlps, over: the weight-map entries of the MLPs, and the index sets that occur in their names. ``mlps`` may also
-            have entries of other modules.
+        mlps, over: the weight-map entries of the MLPs, and the values of the indices in the entries' names. ``mlps``
+            may also have entries of other modules.
         prefix: prefix of all names in the checkpoint except the name of the head.
         kept: as in `WeightMap`.
     """

@@ -165,7 +165,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: the language model is not LFM2.
     """
-    # As in transformers, image_token_id takes precedence, and so does tie_embedding.
+    # As in transformers, image_token_id overrides image_token_index, and tie_embedding overrides tie_word_embeddings.
     hf = dict(hf)
     if "image_token_index" in hf:
         hf.setdefault("image_token_id", hf.pop("image_token_index"))

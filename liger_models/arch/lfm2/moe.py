@@ -1,8 +1,8 @@
 """LFM2-8B-A1B, LFM2.5-8B-A1B: model_type ``lfm2_moe``.
 
-Differs from ``lfm2``: the MLP is a mixture of experts, except in the first ``num_dense_layers`` layers. The score by
-which an expert is chosen is the sigmoid of its logit, plus a bias that is not trained by gradients. The width of dense
-MLPs is ``intermediate_size``.
+Differs from ``lfm2``: the MLP is a mixture of experts, except in the first ``num_dense_layers`` layers. Experts are
+chosen by the sigmoids of their logits plus a bias that is not trained by gradients. The width of dense MLPs is
+``intermediate_size``.
 
 Source: https://arxiv.org/abs/2511.23404, transformers ``models/lfm2_moe``.
 """

@@ -100,7 +100,7 @@ class Lfm2VlTower(SiglipTower):
         shapes = shapes.to(pixels.device)
         total = shapes.prod(1).sum()
         count = n * P // unit * unit if traced else int(total)
-        # Patches are ordered block by block; a block becomes one image token.
+        # Patches are ordered by squares of merge × merge patches; a square becomes one image token.
         patches = locate_patches(torch.nn.functional.pad(shapes, (1, 0), value=1), count, self.merge)
         real = torch.arange(count, device=pixels.device) < total
         if traced:  # padding has no position in an image
@@ -110,14 +110,13 @@ class Lfm2VlTower(SiglipTower):
 
         embedded = self.patch_embed(pixels.flatten(0, 1)[source].to(self.patch_embed.weight.dtype))
         positions = resample_positions(local(self.pos_embed.weight), patches).to(embedded.dtype)
-        # All images form a single row. The patches of an image are one segment, and attend to each other without
-        # rotation.
+        # All images form a single row. The patches of an image are one segment, and attend to each other without RoPE.
         layout = BatchLayout.bidirectional(torch.arange(count, device=pixels.device)[None], {}, item)
         x, residual = None, (embedded + positions)[None]
         for block in self.blocks:
             x, residual = block(x, residual, layout)
         seen: Tensor = self.post_layernorm.add(x, residual)[0]
-        # The patches of a block are adjacent: [N / merge², merge² · C].
+        # The patches of a square are adjacent: [N / merge², merge² · C].
         squares = seen.reshape(-1, unit * seen.shape[-1])
         tokens: Tensor = self.projection(squares if self.norm is None else self.norm(squares))
         return tokens

@@ -4,10 +4,9 @@ The language model is ``llama4_text``. An image is cut into tiles. In the text, 
 and the tile's image tokens replace these placeholders. Image tokens attend only to earlier tokens, like all other
 tokens.
 
-The vision tower computes each tile separately. Patches have learned position embeddings. Queries and keys are rotated
-according to the patch's column and row. The class token is the last token of a tile, and is dropped after the pre-norm
-blocks. The features of each square of patches are concatenated, and an MLP and a projection turn them into an image
-token.
+The vision tower computes each tile separately. Patches have learned position embeddings. RoPE rotates queries and keys
+by the patch's column and row. The class token is the last token of a tile, and is dropped after the pre-norm blocks.
+The features of each square of patches are concatenated, and an MLP and a projection turn them into an image token.
 
 Source: https://ai.meta.com/blog/llama-4-multimodal-intelligence, transformers ``models/llama4``.
 """
@@ -59,7 +58,7 @@ IMAGE_TOKENS = ("image_token_id", "boi_token_id", "eoi_token_id")
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top level, and read the base of the tower's rotation.
+    """Move the keys of ``text_config`` to the top level, and read the tower's ``rope_theta``.
 
     ``image_token_id``, ``boi_token_id`` and ``eoi_token_id`` are accepted as other names of ``image_token_index``,
     ``boi_token_index`` and ``eoi_token_index``.

@@ -89,7 +89,7 @@ class Llama4Images(ImageConverter):
     def arrange(self, height: int, width: int) -> tuple[int, int]:
         """Return the number of rows and columns of tiles for an image of the given size in pixels."""
         arrangements = canvases(self.max_patches)
-        # Compute the factors by which the arrangements would enlarge the image. They are compared in fp32.
+        # Compute the factors by which the arrangements would enlarge the image. The factors are compared in fp32.
         sides = self.side * torch.tensor(arrangements, device="cpu")
         scales = torch.minimum(sides[:, 0] / height, sides[:, 1] / width).tolist()
         enlarged = [scale for scale in scales if scale >= 1]
@@ -102,7 +102,7 @@ class Llama4Images(ImageConverter):
         high, wide = rows * self.side, columns * self.side
         if not self.resize_to_max_canvas:
             high, wide = (min(max(size, self.side), most) for size, most in ((height, high), (width, wide)))
-        # The image fills this box: the limiting side is exact, and the other side is rounded down.
+        # The image is scaled to fit into this box: the limiting side is exact, and the other side is rounded down.
         if wide / width < high / height:
             return max(min(math.floor(height * (wide / width)), high), 1), wide
         return high, max(min(math.floor(width * (high / height)), wide), 1)

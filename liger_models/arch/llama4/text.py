@@ -1,21 +1,21 @@
 """Llama 4 text models: model_type ``llama4_text``.
 
 Differs from Llama: in three of every four layers, a document is split into chunks of ``attention_chunk_size`` tokens,
-and a token attends only to tokens of its own chunk. The layers with chunks rotate pairs of neighboring entries of q and
-k. If ``use_qk_norm`` is set, the layers with chunks also normalize each head of q and k after the rotation, without a
-weight. Every fourth layer attends to all earlier tokens and does not rotate q and k. If ``attn_temperature_tuning`` is
-set, the layers without rotation multiply the query at position ``p`` by ``1 + attn_scale · ln(1 + floor((p + 1) /
+and a token attends only to tokens of its own chunk. The layers with chunks use RoPE, which rotates pairs of neighboring
+entries of q and k. If ``use_qk_norm`` is set, the layers with chunks also normalize each head of q and k after RoPE,
+without a weight. Every fourth layer attends to all earlier tokens and does not use RoPE. If ``attn_temperature_tuning``
+is set, the layers without RoPE multiply the query at position ``p`` by ``1 + attn_scale · ln(1 + floor((p + 1) /
 floor_scale))``. ``no_rope_layers`` has an entry for each layer. Despite the name of this list, the entry 1 means that
-the layer rotates q and k. If the list is empty, as in released files, the default applies.
+the layer uses RoPE. If the list is empty, as in released files, the default applies.
 
 ``moe_layers`` lists the layers whose MLP is a mixture of experts. Without this list, layer i has experts if i + 1 is a
 multiple of ``interleave_moe_layer_step``. The input of an expert is multiplied by the sigmoid of the expert's logit. A
 shared expert processes all tokens, and its output is added to the output of the chosen experts. ``intermediate_size``
 is the width of an expert, and ``intermediate_size_mlp`` is the width of a dense MLP.
 
-The position ``p`` of a query is the same as in the rotation (``position_ids``). transformers instead numbers the cached
-and new tokens in order. Because transformers also counts the left padding of a prompt, padding changes the tokens that
-it generates.
+The position ``p`` of a query is the same as in RoPE (``position_ids``). transformers instead numbers the cached and new
+tokens in order. Because transformers also counts the left padding of a prompt, padding changes the tokens that it
+generates.
 
 If ``attention_chunk_size`` is null, as in Llama Guard 4, no layer has chunks. transformers can't run a model with this
 setting.
@@ -111,7 +111,7 @@ class Llama4TextConfig(RMSNormDecoderConfig):
 
 
 class Llama4Attention(LigerAttention):
-    """`LigerAttention` that attends within chunks and normalizes q and k, or that scales queries by position.
+    """`LigerAttention` with chunks and with norms of q and k, or with queries that are scaled by position.
 
     Args:
         config: sizes and constants.
@@ -135,7 +135,8 @@ class Llama4Attention(LigerAttention):
                 config.head_size, config.rms_norm_eps, elementwise_affine=False, kernel=kernels.rms_norm
             )
         self.keeps_length = not isinstance(config.rope_scaling, YarnScaling | LongRopeScaling)
-        """Whether the rotation keeps the length of vectors, because cos and sin are not multiplied by a factor."""
+        """Whether RoPE keeps the length of vectors. It does so unless the rope scaling multiplies cos and sin by a
+        factor."""
 
     @property
     def attention(self) -> AttentionSpec:
@@ -147,7 +148,7 @@ class Llama4Attention(LigerAttention):
 
     def _split(self, qkv: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor, Tensor]:
         if self.qk_norm is not None and self.keeps_length:
-            # A norm without a weight commutes with the rotation, so the kernel that normalizes first is used.
+            # A norm without a weight commutes with RoPE, so the kernel that normalizes first is used.
             split = qk_norm_rope if self.rope_kernel and self.qk_norm.kernel else qk_norm_rope_reference
             ones = self.qk_norm.local_weight(qkv)
             cos, sin = self._tables(layout)

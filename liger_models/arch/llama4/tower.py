@@ -18,7 +18,7 @@ from liger_models.layers.rope import AxialRotaryEmbedding
 from liger_models.layers.vision import VisionBlock
 
 EPS = 1e-5
-"""The eps of all LayerNorms. transformers does not read it from config.json."""
+"""The eps of all LayerNorms. transformers does not read this eps from config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,8 @@ class Llama4Tower(nn.Module):
         x = torch.cat([x, local(self.class_embed).expand(len(x), 1, -1)], 1) + local(self.pos_embed.weight)
         x, residual = None, self.layernorm_pre(x)
 
-        # Patches are rotated by column and row, counted from 1. The class token is not rotated.
+        # RoPE rotates patches by column and row, counted from 1. The class token has position 0, so RoPE does not
+        # rotate it.
         index = torch.arange(side**2, device=residual.device)
         places = torch.stack([index % side, index // side]) + 1
         places = torch.nn.functional.pad(places, (0, 1))[:, None]  # [2, 1, patches + 1]

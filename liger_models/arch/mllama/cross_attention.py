@@ -21,7 +21,7 @@ from liger_models.layers.recompute import draws, recomputes, run_twice
 IMAGES_SEEN = "images_seen"
 """Key in the decode cache.
 
-The value [B, 2, tiles] bool marks the tiles that the last token sees, and all tiles of the token's document.
+The value [B, 2, tiles] bool has two masks: the tiles that the last token attends to, and all tiles of its document.
 """
 
 
@@ -71,7 +71,7 @@ class ImageStates:
         # Tokens of documents without images attend to all tiles, because softmax needs a key. Their result is dropped.
         visible = torch.where(sees, seen, in_document | ~reached)
         part = torch.arange(seen.shape[2], device=seen.device).repeat_interleave(per_tile)
-        # A decoding step uses a dense mask. Otherwise the mask is given by segments or blocks where they are supported.
+        # A decoding step uses a dense mask. Otherwise, the mask consists of segments if the kernels support segments.
         single = cache is not None and seen.shape[1] == 1
         segments = tokens is not None and takes_segments(seen.device, tokens.dtype)
         mask = parts_mask(visible, part, dense=single, segments=segments)
@@ -133,7 +133,7 @@ def tiles_seen(here: Tensor, images: Tensor, tiles: Tensor, cu_seqlens: Tensor |
 
 
 class LigerCrossAttention(Layer):
-    """Grouped-query cross-attention from text to images, with norms of queries and keys but without rotation.
+    """Grouped-query cross-attention from text to images, with norms of queries and keys but without RoPE.
 
     Args:
         hidden_size: C.

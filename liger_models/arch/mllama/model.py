@@ -1,7 +1,7 @@
 """Llama 3.2 Vision (11B, 90B): model_type ``mllama``.
 
 The language model is Llama, except that some layers have attention to the images instead of attention to the text.
-These cross-attention layers normalize queries and keys, do not rotate them, and scale their output by gates that are
+These cross-attention layers normalize queries and keys, do not use RoPE, and scale their output by gates that are
 initially 0. For text without images, these layers are skipped. In the text, an image is a single placeholder token. A
 text token attends to the last image before it. If further images directly precede this last image, the token attends to
 them too.
@@ -151,7 +151,7 @@ class LigerMllama(VisionLanguageModel):
         Args:
             input_ids: [B, T] int64, with one placeholder per image.
             pixel_values: [B, M, tiles, channels, height, width], up to M images per row, in the order of their
-                placeholders. If a row has fewer than M images, the values of the missing ones are ignored.
+                placeholders. If a row has fewer than M images, the values in place of the missing images are ignored.
             aspect_ratio_ids: [B, M] int64, 1 + index of each image's aspect ratio, 0 for no image.
             aspect_ratio_mask: ignored; accepted because the processor of transformers returns it.
             cross_attention_mask: [B, T, M, tiles], nonzero where a token attends to a tile. If the mask has fewer than

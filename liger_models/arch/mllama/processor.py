@@ -62,7 +62,7 @@ def fit(height: int, width: int, rows: int, columns: int, side: int) -> tuple[in
 
     An image is never enlarged beyond the size of one tile.
     """
-    # The image fills this box: the limiting side is exact, and the other side is rounded down.
+    # The image is scaled to fit into this box: the limiting side is exact, and the other side is rounded down.
     high, wide = (min(max(size, side), tiles * side) for size, tiles in ((height, rows), (width, columns)))
     if wide / width < high / height:
         return min(math.floor(height * (wide / width)) or 1, high), wide
@@ -96,8 +96,8 @@ class MllamaImages:
         return f"MllamaImages(side={self.side}, max_tiles={self.max_tiles})"
 
     def __call__(self, source: "Source") -> tuple[Tensor, int]:
-        """Return an image's tiles [max_tiles, 3, side, side] fp32, and the number of its arrangement of tiles, counted
-        from 1."""
+        """Return an image's tiles [max_tiles, 3, side, side] fp32, and 1 + index of the arrangement of its tiles in
+        ``ratios``."""
         image = read_image(source)
         width, height = image.size
         ratio = choose_tiles(height, width, self.ratios, self.side)

@@ -20,7 +20,8 @@ from liger_models.layers.norm import LigerLayerNorm
 from liger_models.layers.vision import VisionBlock
 
 PATCHES_MULTIPLE = 8
-"""A tile's tokens are padded to a multiple of this number. Tokens attend to the padding, which affects the result."""
+"""A tile's tokens are padded to a multiple of this number. The tokens attend to this padding, so it affects the
+result."""
 
 
 class MllamaGlobalBlock(VisionBlock):
@@ -77,7 +78,7 @@ class MllamaTower(nn.Module):
         self.pre_tile_embed, self.post_tile_embed = (nn.Embedding(ratios, tiles * C) for _ in range(2))
         self.pos_gate, self.pre_tile_gate, self.post_tile_gate = (nn.Parameter(torch.empty(1)) for _ in range(3))
         self.layernorm_pre, self.layernorm_post = around(), around()
-        # Blocks of the tower, then blocks whose branches have a gate.
+        # First blocks without gates, then blocks whose branches have gates.
         local = (
             VisionBlock(C, vision.attention_heads, norm, _mlp(vision, kernels), kernels, rotary=None, bias=False)
             for _ in range(vision.num_hidden_layers)
@@ -135,7 +136,8 @@ class MllamaTower(nn.Module):
         for block in blocks[count:]:
             x, residual = block(x, residual, layout)
         last = residual if x is None else residual + x
-        # As in the checkpoint, the projection takes each channel of all intermediate results before the next channel.
+        # As in the checkpoint, the features are ordered by channel: a channel of all intermediate results, then the
+        # next channel.
         between = [torch.stack(intermediate, -1).flatten(-2)] if intermediate else []
         # [n, tiles, P, C · (1 + intermediate)], without the padding
         features = torch.cat([last, *between], -1).unflatten(1, (tiles, -1))[:, :, :P]

@@ -4,13 +4,13 @@ The language model differs from Llama: each branch has a norm before it and a no
 multiply by 1 + weight. The norms after the branches have a separate epsilon. Each head of q and k is normalized without
 a weight, and q is multiplied by ``qk_scale_factor``. This package applies ``qk_scale_factor`` to the scale of the
 attention scores instead, with the same effect. The output of attention is multiplied by the sigmoid of a gate before
-the output projection. Every fourth layer, counted back from the last layer, attends to all tokens and does not rotate q
-and k. The other layers attend only to the last ``sliding_window`` tokens. Token embeddings are normalized without a
+the output projection. Every fourth layer, counted back from the last layer, attends to all tokens and does not use
+RoPE. The other layers attend only to the last ``sliding_window`` tokens. Token embeddings are normalized without a
 weight; ``inputs_embeds`` that the caller passes are not normalized. Logits are multiplied by ``output_multiplier`` and
 capped.
 
-The vision tower has LayerNorms, biases, learned positions that are interpolated to the grid of the image, and rotation
-by column and row. Most of its layers attend within windows of patches. Image tokens are ordinary tokens of the text:
+The vision tower has LayerNorms, biases, learned positions that are interpolated to the grid of the image, and RoPE by
+column and row. Most of its layers attend within windows of patches. Image tokens are ordinary tokens of the text:
 attention is causal, and positions have one dimension.
 
 Source: transformers ``models/muse_glimmer``.
@@ -49,7 +49,7 @@ class MuseGlimmerConfig(RMSNormDecoderConfig):
     """Sizes and constants of a Muse Glimmer model; ``vision_config`` holds the sizes of the vision tower.
 
     In config.json, ``hidden_act`` is called ``hidden_activation``. ``layer_rope_theta`` has an entry for each layer.
-    The entry is 0 if the layer does not rotate q and k. All other layers have the rotary base ``rope_theta``.
+    The entry is 0 if the layer does not use RoPE. All other layers have the rotary base ``rope_theta``.
 
     Raises:
         ValueError: the sizes of the tower and the adapter do not fit together, or ``layer_rope_theta`` does not have a

@@ -60,7 +60,8 @@ def token_grid(height: int, width: int, side: int, most: int) -> tuple[int, int]
     if high * wide > most:
         high = (most / ratio) ** 0.5
         wide = high * ratio
-    # Each side is rounded down or up. If two shapes are equally close, the first one in transformers' set is taken.
+    # Each side is rounded down or up. Of two equally close grids, the first one in the iteration order of the set is
+    # taken, as in transformers.
     sides = (math.floor(high), math.ceil(high)), (math.floor(wide), math.ceil(wide))
     grids = [grid for grid in set(itertools.product(*sides)) if min(grid) >= 1 and math.prod(grid) <= most]
     if not grids:
@@ -114,8 +115,8 @@ class MuseGlimmerImages:
                 `locate_image` takes.
 
         Returns:
-            ``(patches, grid)``: the patches [frames · rows · columns, depth · 3 · side · side] fp32, and the grid [3]
-            int64.
+            ``(patches, grid)``: the patches [frames · rows · columns, depth · 3 · side · side] fp32, where depth is the
+            number of frames per patch; and the grid [3] int64, which holds frames, rows and columns.
 
         Raises:
             ValueError: there are no frames, or frames differ in size.
@@ -139,7 +140,7 @@ class MuseGlimmerImages:
         return out.flatten(0, 1).flatten(1), torch.tensor([len(out), rows, columns], device="cpu")
 
     def sampled(self, frames: int, fps: float, wanted: float | None = None) -> list[int]:
-        """See `Processor.sampled`. Frames are evenly spaced from the first one to the last one."""
+        """See `Processor.sampled`. The frames are evenly spaced from the first to the last frame."""
         if wanted is not None and not (isinstance(wanted, int | float) and 0 < wanted < math.inf):
             raise ValueError(f"MuseGlimmerImages: fps must be a positive number of frames per second, got {wanted!r}.")
         count = min(int(frames * (wanted or self.fps) / fps), self.num_frames, frames)

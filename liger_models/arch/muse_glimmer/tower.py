@@ -18,7 +18,7 @@ from liger_models.layers.rope import AxialRotaryEmbedding
 from liger_models.layers.vision import VisionBlock
 
 BLOCK_EPS = 1e-5
-"""Epsilon of the norms in the blocks. config.json does not set it."""
+"""Epsilon of the norms in the blocks. config.json does not set this epsilon."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +109,11 @@ class MuseGlimmerTower(nn.Module):
         """
         # Embedded patches with their learned positions, [N, C].
         patches = locate_patches(grid_thw, len(pixels), 1)
-        embedded = self.patch_embed(pixels.to(self.pos_embed.weight.dtype))  # the other weight may be quantized
+        embedded = self.patch_embed(pixels.to(self.pos_embed.weight.dtype))  # patch_embed.weight may be quantized
         positions = interpolate_positions(local(self.pos_embed.weight), patches, aligned=False)
         placed = self.ln_pre(embedded + positions.to(embedded.dtype))
 
-        # Sort the patches by window, so that each window is one segment. Rotation is by column, then by row, both
+        # Sort the patches by window, so that each window is one segment. RoPE rotates by column, then by row, both
         # counted from 1.
         order, window = order_by_window(patches, 1, self.side)
         sorted_patches = patches.take(order, 1)
@@ -127,7 +127,7 @@ class MuseGlimmerTower(nn.Module):
             x, residual = block(x, residual, frames if full else windows)
         seen = self.ln_post.add(x, residual)[0][0]
 
-        # The patches of each token [N / merge², merge², C], in the order of the text, are concatenated by channel.
+        # The tokens are in the order of the text. The values of a token's merge² patches are ordered by channel.
         blocks, _ = order_by_window(patches, 1, self.merge)
         merged = seen[order.argsort()[blocks]].unflatten(0, (-1, self.merge**2)).transpose(1, 2).flatten(1)
         tokens: Tensor = self.norm(self.projection(act_reference(self.adapter(merged), self.adapter.act)))

@@ -1,7 +1,7 @@
 """OLMo 2: model_type ``olmo2``.
 
 Differs from Llama: attention and the MLP have a norm after them instead of before them. Queries and keys are normalized
-before the rotation, with one norm over all heads of a token. Norms multiply by their weight in fp32.
+before RoPE, with one norm over all heads of a token. Norms multiply by their weight in fp32.
 
 Source: https://arxiv.org/abs/2501.00656, transformers ``models/olmo2``.
 """

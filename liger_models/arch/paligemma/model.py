@@ -187,8 +187,8 @@ def find_prefix(
     if attention_mask is not None and attention_mask.dim() == 2:
         after = after & (attention_mask[:, -T:] != 0).to(after.device)
 
-    # A token is in the prefix if none of the tokens up to it in its document is after the prefix. Count such tokens
-    # from the start of each document.
+    # A token is in the prefix if neither the token nor an earlier token of its document is after the prefix. ``count``
+    # is the number of tokens after the prefix, from the start of the document up to each token.
     count = after.cumsum(1)
     if cu_seqlens is not None:
         documents = number_documents(cu_seqlens, B, T, after.device)[0]

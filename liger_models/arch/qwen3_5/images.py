@@ -91,7 +91,7 @@ def read(config_class: type[Any], hf: Mapping[str, Any]) -> dict[str, Any]:
     """Read a config.json as `read_multimodal` does, and drop the keys of Qwen3.6 that do not change the model.
 
     Raises:
-        ValueError: according to config.json, there is no tower; otherwise as in `read_multimodal` and `check_gate`.
+        ValueError: config.json says that the model has no tower; otherwise as in `read_multimodal` and `check_gate`.
     """
     flat = check_gate(read_multimodal(config_class, hf))
     if flat.pop("language_model_only", None):

@@ -211,7 +211,7 @@ def _has_experts(config: HybridConfig) -> bool:
 def text_maps(config: HybridConfig) -> list[WeightMap]:
     """The weight maps of a Qwen3.5 text model.
 
-    The first map is for the layout that transformers writes, in which each expert has tensors of its own. The later
+    The first map is for the layout that transformers writes, in which each expert has tensors of its own. The second
     half of the maps is for checkpoints with a vision tower.
     """
     prefixes = ("model", "model.language_model")
@@ -223,7 +223,7 @@ def multimodal_maps(config: Any) -> list[WeightMap]:
     """The weight maps of a Qwen3.5 model with its tower.
 
     The first map is for the layout on the hub, in which one tensor per projection holds all experts of a layer. The
-    later half of the maps is for names with older prefixes.
+    second half of the maps is for tensor names with the prefixes of Qwen2-VL checkpoints.
     """
     layouts = (True, False) if _has_experts(config) else (False,)  # whether experts are fused
     maps = []

@@ -68,7 +68,7 @@ def weight_map(config: Qwen3VLConfig) -> WeightMap:
 
 
 def other_maps(config: Qwen3VLConfig) -> list[WeightMap]:
-    """The weight map for names with the older prefixes of Qwen2-VL checkpoints."""
+    """The weight map for tensor names with the prefixes of Qwen2-VL checkpoints."""
     return [qwen3_vl_map(config, "model", "visual")]
 
 
