@@ -1,9 +1,9 @@
 """Apertus (8B, 70B): model_type ``apertus``.
 
-Differs from Llama: each head of q and k is normalized before the rotation, as in Qwen3, and the MLP has no gate. The
-MLP's activation is xIELU. Each layer trains two coefficients of xIELU; the two constants of xIELU come from the
-checkpoint and are not trained. In Apertus checkpoints, the norms have other names than in Llama checkpoints. Without
-rope parameters in config.json, the rotation is scaled as in Llama 3.1.
+Differs from Llama: each head of q and k is normalized before RoPE, as in Qwen3, and the MLP has no gate. The MLP's
+activation is xIELU. Each layer trains two coefficients of xIELU; the two constants of xIELU come from the checkpoint
+and are not trained. In Apertus checkpoints, the norms have other names than in Llama checkpoints. Without rope
+parameters in config.json, RoPE is scaled as in Llama 3.1.
 
 transformers computes the activation in the dtype of the model; this package computes it in fp32.
 
@@ -30,7 +30,7 @@ from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 from liger_models.layers.rope import Llama3Scaling, RopeScaling
 
 SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
-"""The scaling of the rotation for a config.json without rope parameters."""
+"""The RoPE scaling for a config.json without rope parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class LigerApertus(CausalLM):
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """If there are no rope parameters, add the parameters that transformers uses. These override ``rope_theta``."""
+    """If there are no rope parameters, add the ones that transformers uses, which override ``rope_theta``."""
     if hf.get("rope_parameters") or hf.get("rope_scaling"):
         return dict(hf)
     return dict(hf) | {
@@ -87,8 +87,8 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """If the rotation is not scaled, write rope parameters that say so, because transformers scales the rotation if
-    config.json has no rope parameters."""
+    """If RoPE is not scaled, write rope parameters that say so, because transformers scales RoPE if config.json has no
+    rope parameters."""
     return dict(keys) | {"rope_scaling": keys["rope_scaling"] or {"rope_type": "default"}}
 
 

@@ -104,7 +104,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo `from_json`. A rotated fraction other than one half is written to the rope parameters."""
+    """Undo `from_json`. A ``partial_rotary_factor`` other than 0.5 is written to the rope parameters."""
     out = write_mixer(keys)
     share = out.pop("partial_rotary_factor")
     if share != BambaConfig.partial_rotary_factor:

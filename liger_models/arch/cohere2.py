@@ -1,11 +1,11 @@
 """Command R7B and Command A: all checkpoints with model_type ``cohere2``.
 
 Differs from Llama: attention and MLP run in parallel on the output of one norm. The norms are LayerNorms without bias.
-Three of every four layers attend only to the last ``sliding_window`` tokens, and rotate the dimensions of q and k in
-pairs (2i, 2i + 1). Every fourth layer attends to all tokens and does not rotate q and k. Logits are multiplied by
-``logit_scale``. The head is tied to the embedding by default.
+Three of every four layers attend only to the last ``sliding_window`` tokens. These layers use RoPE, which rotates pairs
+of neighboring entries (2i, 2i + 1) of a head. Every fourth layer attends to all tokens and does not use RoPE. Logits
+are multiplied by ``logit_scale``. The head is tied to the embedding by default.
 
-Source: https://arxiv.org/abs/2504.00698, https://arxiv.org/abs/2501.18795 (layers without rotation), transformers
+Source: https://arxiv.org/abs/2504.00698, https://arxiv.org/abs/2501.18795 (layers without RoPE), transformers
 ``models/cohere2``.
 """
 
@@ -99,7 +99,7 @@ class LigerCohere2(CausalLM):
         return LigerLMHead(config.hidden_size, config.vocab_size, logit_scale=config.logit_scale, kernels=self.kernels)
 
 
-# Keys in the first releases that only describe the one possible layout. transformers does not read them.
+# Keys in the first releases that describe the only possible layout. transformers does not read these keys.
 IGNORED_KEYS = (
     "_sliding_window_pattern",
     "cache_implementation",

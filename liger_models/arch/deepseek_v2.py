@@ -84,7 +84,7 @@ class LigerDeepseekV2(CausalLM):
     replays_routing = True
 
 
-# Released files never renormalize the weights of experts.
+# Released models never renormalize the routing weights.
 IGNORED_KEYS = (*DEEPSEEK_IGNORED_KEYS, "norm_topk_prob", "num_nextn_predict_layers")
 
 

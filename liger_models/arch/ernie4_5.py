@@ -1,7 +1,7 @@
 """ERNIE 4.5 0.3B: model_type ``ernie4_5``.
 
-Differs from Llama: the rotation acts on pairs of neighboring entries (2i, 2i + 1) of a head, and all linear layers have
-biases if ``use_bias`` is set.
+Differs from Llama: RoPE rotates pairs of neighboring entries (2i, 2i + 1) of a head, and all linear layers have biases
+if ``use_bias`` is set.
 
 Source: https://yiyan.baidu.com/blog/publication/ERNIE_Technical_Report.pdf, transformers ``models/ernie4_5``.
 """
@@ -60,7 +60,7 @@ class LigerErnie4_5(CausalLM):
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave the attention dropout out of config.json, because the model in transformers has no such setting."""
+    """Omit the attention dropout from config.json, because the model in transformers has no such setting."""
     return {key: value for key, value in keys.items() if key != "attention_dropout"}
 
 

@@ -128,7 +128,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave the attention dropout out of config.json, because the model in transformers has no such setting."""
+    """Omit the attention dropout from config.json, because the model in transformers has no such setting."""
     return {key: value for key, value in keys.items() if key != "attention_dropout"}
 
 

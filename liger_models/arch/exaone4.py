@@ -1,9 +1,9 @@
 """EXAONE 4.0 (32B, 1.2B): model_type ``exaone4``.
 
 Differs from Llama: attention and the MLP have a norm after them instead of before them, and each head of q and k is
-normalized before the rotation. In the 32B model, three of every four layers attend only to the last ``sliding_window``
-tokens. Every fourth layer attends to all tokens and does not rotate q and k. In the 1.2B model, no layer has a window,
-and all layers rotate q and k.
+normalized before RoPE. In the 32B model, three of every four layers attend only to the last ``sliding_window`` tokens.
+Every fourth layer attends to all tokens and does not rotate q and k. In the 1.2B model, no layer has a window, and all
+layers rotate q and k.
 
 Source: https://arxiv.org/abs/2507.11407, transformers ``models/exaone4``.
 """

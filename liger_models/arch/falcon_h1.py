@@ -87,7 +87,7 @@ class FalconH1Config(MambaHybridConfig):
 
     @property
     def mixer_width(self) -> int:
-        """Number of channels of the mixer's values."""
+        """Inner width of the mixer: the number of channels of all its heads."""
         return super().mixer_width if self.mamba_d_ssm is None else self.mamba_d_ssm
 
 

@@ -31,7 +31,7 @@ LAYER_TYPES = ("dense", "sparse")
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4MoeLiteConfig(GroupedExperts, LatentDecoderConfig):
-    """Sizes and constants of a GLM-4.7-Flash model. All ``qk_rope_head_dim`` columns of a head are rotated."""
+    """Sizes and constants of a GLM-4.7-Flash model. ``partial_rotary_factor`` must be 1."""
 
     vocab_size: int = 154880
     hidden_size: int = 2048
@@ -87,7 +87,7 @@ class LigerGlm4MoeLite(CausalLM):
 
 IGNORED_KEYS = (
     *DEEPSEEK_IGNORED_KEYS, "num_nextn_predict_layers", "num_mtp_layers", "topk_method",
-    "first_k_dense_replace",  # mlp_layer_types decides
+    "first_k_dense_replace",  # mlp_layer_types is read instead
 )  # fmt: skip
 
 

@@ -83,7 +83,7 @@ class GptOssAttention(LigerAttention):
 
     @property
     def attention(self) -> AttentionSpec:
-        """See `LigerAttention.attention`. On accelerators, attention with sinks works without a mask only in half
+        """See `LigerAttention.attention`. On accelerators, attention with sinks needs a mask unless it runs in half
         precision."""
         return super().attention._replace(needs_flash=True)
 
@@ -113,7 +113,7 @@ class GptOssBlock(PreNormBlock):
         return {"window": config.window(layer)}
 
     def build_mlp(self, config: GptOssConfig, layer: int, kernels: KernelOptions) -> LigerMoE:
-        # The softmax over all experts, divided by its sum over the chosen experts, is the softmax over the chosen
+        # The softmax over all experts, renormalized over the chosen experts, equals the softmax over the chosen
         # experts.
         routing = Routing(config.num_experts_per_tok, normalize=True, round_weights=True)
         # Experts have biases, and their activation clamps gate and up.

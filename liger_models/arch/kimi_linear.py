@@ -1,9 +1,9 @@
 """Kimi Linear 48B-A3B: model_type ``kimi_linear``.
 
 Differs from DeepSeek V3: most layers have linear attention with the Kimi delta rule (`LigerKimiDeltaAttention`), the
-others have latent attention, and nothing is rotated. The ``qk_rope_head_dim`` columns that DeepSeek rotates still
-exist: they are the part of the keys that all heads share. ``linear_attn_config`` has the sizes of linear attention, and
-lists the layers with linear attention and the layers with latent attention. These lists count layers from 1. Files that
+others have latent attention, and there is no RoPE. The ``qk_rope_head_dim`` columns that DeepSeek rotates still exist:
+they are the part of the keys that all heads share. ``linear_attn_config`` has the sizes of linear attention, and lists
+the layers with linear attention and the layers with latent attention. These lists count layers from 1. Files that
 transformers 5 writes have ``layer_types`` instead of these lists. Experts are chosen and weighted as in DeepSeek V3.
 The parameters of the decays and the bias of the router stay in fp32.
 
@@ -90,7 +90,7 @@ class KimiLinearConfig(LatentDecoderConfig):
 
     @property
     def attention_scale(self) -> float:
-        """Multiplier of q·k. YaRN does not change this multiplier, because nothing is rotated."""
+        """Multiplier of q·k. YaRN does not change this multiplier, because the model does not use RoPE."""
         scale: float = self.head_size**-0.5
         return scale
 
@@ -233,7 +233,7 @@ FIXED = {
     "moe_router_activation_func": "sigmoid",
     "num_nextn_predict_layers": 0,
 }
-"""Keys of released files for which only one value is supported, and this value."""
+"""Maps each key of released files that has only one supported value to this value."""
 
 SIZES = {
     "head_dim": "linear_head_dim",

@@ -152,7 +152,7 @@ def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
 IGNORED_KEYS = (
     "chunk_size",  # only sets the chunk length in kernels
     "residual_in_fp32",
-    "rescale_prenorm_residual",  # affects only the initial weights of new models
+    "rescale_prenorm_residual",  # meant only for the initial weights of new models
     "time_step_rank",
     "layer_types",
 )

@@ -1,8 +1,8 @@
 """Ministral 3 text models (3B, 8B, 14B): model_type ``ministral3``.
 
-Differs from Llama: after the rotation, each query is multiplied by ``1 + beta · ln(1 + floor(position / length))``,
-where ``beta`` is ``llama_4_scaling_beta`` and ``length`` is ``original_max_position_embeddings`` of the YaRN scaling.
-This factor is 1 for positions below ``length`` and grows slowly for later positions. If ``sliding_window`` is set, all
+Differs from Llama: after RoPE, each query is multiplied by ``1 + beta · ln(1 + floor(position / length))``, where
+``beta`` is ``llama_4_scaling_beta`` and ``length`` is ``original_max_position_embeddings`` of the YaRN scaling. This
+factor is 1 for positions below ``length`` and grows slowly for later positions. If ``sliding_window`` is set, all
 layers attend only to the last ``sliding_window`` tokens. There are no biases.
 
 Source: https://arxiv.org/abs/2601.08584, https://arxiv.org/abs/2501.19399 (scaled queries), transformers

@@ -110,8 +110,8 @@ class Mistral4Attention(LigerLatentAttention):
         self.beta, self.length = beta, length
 
     def _scaled(self, q: Tensor, layout: BatchLayout) -> Tensor:
-        # The queries [B, T, H · (N + R)] are multiplied by an fp32 factor per position. It makes no difference that
-        # they are rotated later.
+        # The queries [B, T, H · (N + R)] are multiplied by an fp32 factor per position. The factor commutes with RoPE,
+        # which follows later.
         scale = 1 + self.beta * torch.log((1 + layout.position_ids // self.length).float())  # [1 or B, T]
         return q * scale.to(q.dtype)[..., None]
 

@@ -2,7 +2,7 @@
 
 Differs from Llama: norms are LayerNorms with bias, and their stored weight is the actual weight minus 1
 ("LayerNorm1P"). The MLP has no gate, and its activation is the square of ReLU. Only the first dimensions of each head
-are rotated; their fraction of the head is ``partial_rotary_factor``.
+are rotated; ``partial_rotary_factor`` is the rotated fraction.
 
 Source: https://arxiv.org/abs/2402.16819, https://arxiv.org/abs/2407.14679, transformers ``models/nemotron``.
 """

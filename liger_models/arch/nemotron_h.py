@@ -271,7 +271,7 @@ class NemotronHBlock(nn.Module):
 
     @staticmethod
     def build_attention(config: NemotronHConfig, layer: int, kernels: KernelOptions) -> LigerAttention:
-        """Build attention without rotation."""
+        """Build attention without RoPE."""
         sizes: Any = config
         return LigerAttention.from_config(sizes, layer, kernels, rotary=None)
 

@@ -1,9 +1,9 @@
 """OLMoE-1B-7B: model_type ``olmoe``.
 
-Differs from Llama: q and k are normalized over all heads before the rotation. If ``clip_qkv`` is set, q, k and v are
-clipped to ±clip_qkv after the norms. The MLP of every layer is a mixture of experts. The routing weights are
-renormalized only if ``norm_topk_prob`` is set, and rounded to the dtype of the router logits. If
-``output_router_logits`` is set, the load-balancing loss is added to the loss.
+Differs from Llama: q and k are normalized over all heads before RoPE. If ``clip_qkv`` is set, q, k and v are clipped to
+±clip_qkv after the norms. The MLP of every layer is a mixture of experts. The routing weights are renormalized only if
+``norm_topk_prob`` is set, and rounded to the dtype of the router logits. If ``output_router_logits`` is set, the
+load-balancing loss is added to the loss.
 
 Source: https://arxiv.org/abs/2409.02060, transformers ``models/olmoe``.
 """

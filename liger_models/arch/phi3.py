@@ -3,7 +3,7 @@
 Differs from Llama: if ``sliding_window`` is set (Phi-3-mini-4k), all layers attend only to the last ``sliding_window``
 tokens. The long-context models use LongRoPE, which has two sets of divisors for the rotary frequencies: one for
 sequences of up to ``original_max_position_embeddings`` tokens, and one for longer sequences. Phi-4-mini rotates only
-the first dimensions of each head; their fraction of the head is ``partial_rotary_factor``. There are no biases. In
+the first dimensions of each head; ``partial_rotary_factor`` is the rotated fraction. There are no biases. In
 checkpoints, one tensor holds the q, k and v projections, and another holds the gate and up projections.
 
 Source: https://arxiv.org/abs/2404.14219, https://arxiv.org/abs/2503.01743, https://arxiv.org/abs/2402.13753 (LongRoPE),

@@ -10,8 +10,8 @@ divisors for the rotary frequencies: one for texts of up to ``original_max_posit
 longer texts. LongRoPE also multiplies cos and sin: by ``short_mscale`` for short texts, and by ``long_mscale`` for long
 texts.
 
-Differs from transformers 5.23: as in the published code, the rotation of long texts uses ``long_factor``; transformers
-uses ``short_factor`` for texts of every length. In training, this package chooses experts as in evaluation, whereas
+Differs from transformers 5.23: as in the published code, RoPE uses ``long_factor`` for long texts; transformers uses
+``short_factor`` for texts of every length. In training, this package chooses experts as in evaluation, whereas
 transformers samples experts at random. As in the published code, the input of the experts is multiplied by random noise
 (``input_jitter_noise``) once, whereas transformers multiplies it twice.
 

@@ -2,7 +2,7 @@
 
 The language model is Qwen2 with positions in time, height and width. Each of these three coordinates has its own
 section of the rotary frequencies. The vision tower has pre-norm blocks with LayerNorm and a plain MLP. In the tower,
-patches attend only to patches of the same frame, and queries and keys are rotated by row and column. A patch spans two
+patches attend only to patches of the same frame, and RoPE rotates queries and keys by row and column. A patch spans two
 frames, and a square of two by two patches becomes one image token.
 
 Source: https://arxiv.org/abs/2409.12191, transformers ``models/qwen2_vl``.

@@ -1,8 +1,8 @@
 """Qwen3 (dense models): model_type ``qwen3``.
 
-Differs from Llama: each head of q and k is normalized by an RMSNorm before the rotation, and all heads share the weight
-of this norm; the head dimension is 128 for every hidden size. As in Qwen2, the layers from ``max_window_layers`` on can
-have an attention window, but no released checkpoint uses it.
+Differs from Llama: each head of q and k is normalized by an RMSNorm before RoPE, and all heads share the weight of this
+norm; the head dimension is 128 for every hidden size. As in Qwen2, the layers from ``max_window_layers`` on can have an
+attention window, but no released checkpoint uses it.
 
 Source: https://arxiv.org/abs/2505.09388, transformers ``models/qwen3``.
 """

@@ -161,7 +161,7 @@ def _path(cls: type) -> str:
 
 
 RESERVED = ("model_type", "rope_parameters", "quantization_config", "compression_config", "text_config")
-"""Keys of config.json that have a fixed meaning in loading, so that a config class can't use them for plain fields."""
+"""Keys of config.json that have a special meaning in loading. Plain fields of a config class can't have these names."""
 
 
 def _check_fields(config_class: type) -> None:

@@ -1,12 +1,12 @@
 """SmolLM3: model_type ``smollm3``.
 
-Differs from Llama: every fourth layer does not rotate q and k. ``no_rope_layers`` has an entry for each layer. Despite
-the name of this list, the entry is 1 if the layer rotates q and k, and 0 if it does not. Layers of type
-``sliding_attention`` in ``layer_types`` attend only to the last ``sliding_window`` tokens. If ``layer_types`` is
-missing and ``use_sliding_window`` is set, the layers without rotation have this attention window. No released
-checkpoint uses the window. The head is tied to the embedding by default.
+Differs from Llama: every fourth layer does not use RoPE. ``no_rope_layers`` has an entry for each layer. Despite the
+name of this list, the entry is 1 if the layer uses RoPE, and 0 if it does not. Layers of type ``sliding_attention`` in
+``layer_types`` attend only to the last ``sliding_window`` tokens. If ``layer_types`` is missing and
+``use_sliding_window`` is set, the layers without RoPE have this attention window. No released checkpoint uses the
+window. The head is tied to the embedding by default.
 
-Source: https://huggingface.co/blog/smollm3, https://arxiv.org/abs/2501.18795 (layers without rotation), transformers
+Source: https://huggingface.co/blog/smollm3, https://arxiv.org/abs/2501.18795 (layers without RoPE), transformers
 ``models/smollm3``.
 """
 

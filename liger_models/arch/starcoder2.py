@@ -1,8 +1,8 @@
 """StarCoder2 3B, 7B, 15B: model_type ``starcoder2``.
 
 Differs from Llama: norms are LayerNorms with bias. Linear layers have biases if ``use_bias`` is set. The MLP has no
-gate, and its activation is GELU. All layers attend only to the last ``sliding_window`` tokens. In training, dropout is
-applied to the embeddings and to the output of each branch.
+gate, and its activation is GELU. If ``sliding_window`` is set, all layers attend only to the last ``sliding_window``
+tokens. In training, dropout is applied to the embeddings and to the output of each branch.
 
 Source: https://arxiv.org/abs/2402.19173, transformers ``models/starcoder2``.
 """
