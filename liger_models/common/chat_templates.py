@@ -14,7 +14,7 @@ ADDITIONAL = "additional_chat_templates/*.jinja"
 
 
 def join_templates(files: dict[str, bytes], additional: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Move all templates to tokenizer_config.json. transformers reads templates from this file, too.
+    """Move all templates to tokenizer_config.json, which transformers also reads templates from.
 
     A checkpoint with the returned files therefore needs no subfolder for additional templates.
 

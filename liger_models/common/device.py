@@ -16,7 +16,7 @@ def available_device(where: str, name: str | None = None) -> torch.device:
     Raises:
         ValueError: the machine or this build of PyTorch has no such device.
     """
-    # Without this check, a CUDA build of PyTorch names CUDA even on a machine without a GPU.
+    # Without `check_available`, a CUDA build of PyTorch returns CUDA even on a machine without a GPU.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name is None:
         return accelerator or torch.device("cpu")
@@ -35,8 +35,8 @@ def available_device(where: str, name: str | None = None) -> torch.device:
 
 
 def as_tensor(values: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor as `torch.as_tensor` does. A tensor stays on its device, and anything else becomes a tensor on
-    the CPU, whatever `torch.set_default_device` has chosen."""
+    """Convert ``values`` to a tensor, as `torch.as_tensor` does. A tensor stays on its device. All other values become
+    a tensor on the CPU, regardless of `torch.set_default_device`."""
     return values.to(dtype=dtype) if isinstance(values, Tensor) else torch.as_tensor(values, dtype=dtype, device="cpu")
 
 

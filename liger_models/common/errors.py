@@ -55,12 +55,12 @@ def check_floating(op: str, **tensors: Tensor | None) -> None:
 
 
 def check_documents(op: str, cu_seqlens: Tensor | None, B: int, T: int) -> int:
-    """Return the number of documents in ``cu_seqlens``, or B if it is None.
+    """Return the number of documents in ``cu_seqlens``. If ``cu_seqlens`` is None, each of the B rows is a document.
 
     Raises:
         TypeError: ``cu_seqlens`` is neither int32 nor int64.
-        ValueError: ``cu_seqlens`` is not [documents + 1], B is not 1, or the bounds do not ascend from 0 to T. The
-            bounds are checked only on the CPU.
+        ValueError: ``cu_seqlens`` is not [documents + 1], B is not 1, or the values of ``cu_seqlens`` do not ascend
+            from 0 to T. The values are checked only on the CPU.
     """
     if cu_seqlens is None:
         return B
@@ -71,9 +71,9 @@ def check_documents(op: str, cu_seqlens: Tensor | None, B: int, T: int) -> int:
             f"{op}: cu_seqlens must be [documents + 1] and the batch one row of packed documents, got "
             f"{list(cu_seqlens.shape)} and {B} rows. Flatten the rows and add their bounds."
         )
-    # On an accelerator, checking the bounds would launch five kernels for each op of each layer. A compiled graph
-    # checks no values, but formatting the message would make the number of tokens a constant, so every length would be
-    # compiled anew.
+    # On an accelerator, checking the values would launch five kernels for each op of each layer. While a graph is
+    # compiled, no values are checked, but formatting the message would make the number of tokens a constant. The graph
+    # would then be compiled again for every length.
     if cu_seqlens.device.type != "cpu" or is_traced():
         return len(cu_seqlens) - 1
     check_values(

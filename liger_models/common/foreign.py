@@ -15,11 +15,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Foreign(NamedTuple):
-    """How one keyword argument of transformers is translated. An argument that is None always counts as not given.
+    """How one keyword argument of transformers is translated. An argument whose value is None is always dropped.
 
     Attributes:
         todo: advice for the user, which is part of the error message.
-        defaults: values that request the default behavior of this package. An argument with such a value is dropped.
+        defaults: values that request this package's default behavior. An argument with one of these values is dropped.
         rename: name of the equivalent argument in this package; empty if there is none.
         convert: function that maps transformers' value to the value for ``rename``, or to None if the value is
             unsupported.
@@ -130,7 +130,7 @@ def translate(function: str, given: Mapping[str, Any], known: Collection[str]) -
 
     Args:
         function: name of the called function, for error messages.
-        given: the keyword arguments that the caller passed, name to value.
+        given: maps the names of the keyword arguments that the caller passed to their values.
         known: names of the arguments that the function itself accepts.
 
     Raises:
@@ -163,8 +163,8 @@ def translate(function: str, given: Mapping[str, Any], known: Collection[str]) -
 
 
 def foreign_arguments(name: str) -> Callable[[Function], Function]:
-    """Return a decorator that makes a method also accept the arguments in `FOREIGN`. The method's signature stays
-    the same.
+    """Return a decorator for a method. The decorated method also accepts the arguments in `FOREIGN`, but keeps its
+    signature.
 
     Args:
         name: name of the method in error messages.
@@ -187,5 +187,6 @@ def foreign_arguments(name: str) -> Callable[[Function], Function]:
 
 
 def is_hub_name(folder: str | os.PathLike[str]) -> bool:
-    """Return whether ``folder`` has the form ``owner/name``, as names on the hub do, and is not an existing path."""
+    """Return whether ``folder`` has the form of a repository's name on the hub (``owner/name``) and is not an existing
+    path."""
     return isinstance(folder, str) and not os.path.exists(folder) and bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", folder))

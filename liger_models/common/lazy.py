@@ -21,8 +21,8 @@ _EXPORTS: dict[str, list[str]] = {}
 
 
 class _Nearest(MetaPathFinder):
-    """Import hook that suggests the most similar name if ``from package import name`` fails because the name is
-    unknown.
+    """Import hook for ``from package import name``. If the package does not have the name, the error message suggests
+    the most similar name.
 
     If ``package`` has no attribute ``name``, Python discards the error message of the package's ``__getattr__``, and
     searches for a module ``package.name``. The hook therefore raises its own error during this search.

@@ -1,7 +1,7 @@
 """Registration of ops: the library of all ops, and two ways to define an op and its backward.
 
 `define_op` defines an op whose inputs are the parameters of a function. The annotations of these parameters determine
-the op's schema, and the names of the backward's parameters say what the forward saves::
+the op's schema. The names of the backward's parameters determine which values the forward saves::
 
     def _backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
     def _forward(x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
@@ -16,7 +16,7 @@ NamedTuples. The schema of the op is derived from the annotations of the fields:
     class Inputs(NamedTuple):
         x: Tensor
         norm: FusedNorm                   a NamedTuple, whose fields become norm_weight, norm_eps, ...
-        weight: Annotated[Weight, WEIGHT]     a type that schemas lack, which the `Argument` WEIGHT converts
+        weight: Annotated[Weight, WEIGHT]     a type that schemas lack; the `Argument` WEIGHT converts its values
 
     class Outputs(NamedTuple):
         y: Tensor
@@ -29,10 +29,9 @@ NamedTuples. The schema of the op is derived from the annotations of the fields:
     outputs = op(Inputs(x=x, norm=norm, weight=weight))
 
 `Op.differentiable` adds the backward, with two more NamedTuples: one for the saved values, and one for the gradients.
-The NamedTuple of gradients also serves to say which gradients are needed, so its fields are annotated as `Any`. A
-parameter annotated with ``Gradients`` gets a NamedTuple that holds the gradients: each field is a ``Tensor | None``. A
-parameter annotated with ``Annotated[Gradients, bool]`` gets a NamedTuple that says which gradients are needed: each
-field is a bool::
+The fields of the NamedTuple for gradients are annotated as `Any`, because the NamedTuple has two uses. With the
+annotation ``Gradients``, it holds the gradients: each field is a ``Tensor | None``. With the annotation
+``Annotated[Gradients, bool]``, it says which gradients are needed: each field is a bool::
 
     class Gradients(NamedTuple):
         x: Any = None
@@ -89,10 +88,11 @@ class Argument(NamedTuple):
 
     Attributes:
         schema: the arguments that represent the value, with ``{0}`` for the name of the field. Only the first argument
-            may lack a default value. A value that needs no conversion is passed as this first argument, and all other
-            arguments then have their default values. If all arguments have default values, these stand for None. The op
-            takes a value for unconverted if the first argument with a default has its default value. For a converted
-            value, this argument must therefore have another value.
+            may lack a default value. If it lacks one, a value that needs no conversion is passed as the first argument,
+            and all other arguments keep their default values. If all arguments have default values, these default
+            values represent None. The op checks the first argument that has a default value: if this argument equals
+            its default value, the op assumes that the value was not converted. ``to_op`` must therefore return another
+            value for this argument.
         to_op: function that maps the value, which is not None, to all of its arguments. It returns None if the value
             itself is the first argument.
         from_op: function that maps all arguments of the value back to the value.
@@ -107,7 +107,7 @@ class Arguments:
     """Converts a NamedTuple to the flat arguments of an op, and back.
 
     Attributes:
-        schema: the arguments in the form of a schema, where arguments without a default value come first.
+        schema: the schema of the arguments. Arguments without a default value come first.
         names: the names of the arguments.
         defaults: the arguments' default values; None for arguments without a default.
         is_tensor: for each argument, whether it is a tensor or an optional tensor.
@@ -118,7 +118,7 @@ class Arguments:
 
     def __init__(self, fields: Any) -> None:
         required: list[str] = []
-        optional: list[tuple[str, list[str], tuple[Any, ...]]] = []  # fields, their optional arguments, the defaults
+        optional: list[tuple[str, list[str], tuple[Any, ...]]] = []  # (field, its optional arguments, their defaults)
         conversions: list[str] = []  # statements of `flatten`
         namespace: dict[str, Any] = {"_join": _join, "_new": tuple.__new__}
 
@@ -134,7 +134,7 @@ class Arguments:
             for field, hint in get_type_hints(fields, include_extras=True).items():
                 name = prefix + field
                 pattern = expression = name
-                # A field has an `Argument`, is a NamedTuple of further fields, or has a type that schemas know.
+                # The type of a field has an `Argument`, is a NamedTuple of further fields, or can appear in a schema.
                 argument = _argument(hint)
                 if argument is not None:
                     expression = add_argument(name, argument)
@@ -151,7 +151,8 @@ class Arguments:
             """Turn a field with an `Argument` into an argument of the op. Return the source code that restores the
             value of the field.
             """
-            # At most the first parameter, the head, has no default. In the whole schema, heads come first.
+            # Only the first parameter, the head, may lack a default. In the op's schema, the heads of all fields come
+            # before all parameters with defaults.
             schema = argument.schema.format(name)
             parameters = _parse(schema)
             names = ", ".join(parameter.name for parameter in parameters)
@@ -161,7 +162,7 @@ class Arguments:
             required.extend(texts[:has_head])
             optional.append((name, texts[has_head:], tuple(parameter.default_value for parameter in tail)))
             namespace[f"_to_op_{name}"], namespace[f"_from_op_{name}"] = argument.to_op, argument.from_op
-            # Generate code for `flatten`: convert the value, and move the head to the field's own place.
+            # Generate code for `flatten`: convert the value, and assign the head to the variable of the field.
             conversions.append(f"_all_{name} = None if {name} is None else _to_op_{name}({name})")
             if has_head:
                 conversions.append(f"if _all_{name} is not None: {name}, *_all_{name} = _all_{name}")
@@ -389,7 +390,6 @@ def without_dispatcher(
 
     The dispatcher is not needed if nothing traces, transforms or observes the call.
 
-
     Args:
         op: the op, which is called with all of its arguments by position.
         implementation: the implementation of the op on every device.
@@ -474,7 +474,8 @@ def define_op(
 def _fake_like(places: list[int]) -> Callable[..., Any]:
     """Return a fake implementation.
 
-    Output n of this implementation has the shape and dtype of the input with the index ``places[n]``.
+    Output n of this implementation has the shape and dtype of the input with the index ``places[n]``. If this input is
+    None, the output is an empty tensor.
     """
 
     def fake(*inputs: Any) -> Any:
@@ -601,8 +602,8 @@ def _function(name: str, forward: Callable[..., Any], backward: Callable[..., An
 def _no_derivative(name: str) -> tuple[Callable[..., Any], Callable[..., None]]:
     """Return ``backward`` and ``setup_context`` for an op without a derivative. The backward raises RuntimeError.
 
-    Without these functions, autograd would treat the results of the op as constants. An op that computes first
-    derivatives is an example. Second derivatives are derivatives of its results, and would silently lack terms.
+    Without these functions, autograd would treat the results of the op as constants. If the op computes first
+    derivatives, for example, second derivatives would then silently lack terms.
     """
 
     def backward(ctx: Any, *d_outputs: Any) -> Any:
@@ -663,10 +664,9 @@ def register_autograd(
 ) -> Callable[..., Any]:
     """Register the backward of an op, with less work per call than ``torch.library.register_autograd``.
 
-    The op must not have keyword-only arguments or lists of tensors. In every call, PyTorch's function fills in the
-    default values of arguments. To find these values, PyTorch reads the whole schema once per argument. On the host,
-    this search takes about as long as the rest of a forward. The function in this file reads the default values only
-    once.
+    The op must not have keyword-only arguments or lists of tensors. In every call of the op, PyTorch's function looks
+    up the default values of the arguments, and reads the whole schema once per argument. On the host, these look-ups
+    take about as long as the rest of a forward. This function reads the default values only once.
 
     Args:
         name: name of an op in ``library``.

@@ -5,7 +5,7 @@ import sys
 import warnings
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Surrogates, which cannot be encoded, and all control characters except newline and tab."""
+"""Matches surrogates, which cannot be encoded, and all control characters except newline and tab."""
 
 
 def printable(text: str) -> str:

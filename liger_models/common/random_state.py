@@ -16,7 +16,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the result of `random_state`. If ``device`` is the CPU, the state of an accelerator is ignored."""
+    """Restore states that `random_state` returned. If ``device`` is the CPU, the state of an accelerator is ignored."""
     torch.set_rng_state(state["cpu"])
     random.setstate(state["python"])
     if "accelerator" in state and device.type != "cpu":
@@ -24,7 +24,7 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
 
 
 def _index(device: torch.device) -> list[torch.device]:
-    """Return the arguments that select a device: [device], or [] if the device has no index and therefore stands for
-    the current device.
+    """Return the arguments that select a device: [device], or [] if the device has no index. A device without an index
+    is the current device.
     """
     return [] if device.index is None else [device]

@@ -11,8 +11,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: Function) -> Function:
-    """Do what the decorator `torch.compiler.disable` does, but do not import the compiler unless it is already
-    imported.
+    """Decorator like `torch.compiler.disable` that does not import the compiler. As long as no other code has imported
+    the compiler, the function is called directly.
     """
     disabled: list[Callable[..., Any]] = []
 
