@@ -1,6 +1,6 @@
-"""Tensors that depend only on weights. Decoding computes these tensors once, instead of once per token.
+"""Derived tensors: tensors that depend only on weights. Decoding computes them once, instead of once per token.
 
-A layer gets these tensors from `derive`. Outside of decoding and in compiled code, every call of `derive` computes
+A layer gets derived tensors from `derive`. Outside of decoding and in compiled code, every call of `derive` computes
 the tensors again, with gradients.
 """
 
@@ -24,8 +24,8 @@ _USED: ContextVar["DerivedTensors | None"] = ContextVar("derived", default=None)
 class DerivedTensors:
     """Tensors that layers have computed from their weights since the last `renew`. The tensors stay at fixed addresses.
 
-    An instance belongs to one call of ``generate``, during which the weights must not change, or to a captured CUDA
-    graph that reads the tensors. Layers hold no reference to an instance, so an instance has no effect outside of
+    An instance belongs either to one call of ``generate``, during which the weights must not change, or to a captured
+    CUDA graph that reads the tensors. Layers hold no reference to an instance, so an instance has no effect outside of
     `used`.
     """
 

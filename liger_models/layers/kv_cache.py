@@ -25,21 +25,21 @@ class Pages(NamedTuple):
 class DecodeCache:
     """The tensors that layers keep from previous tokens.
 
-    When the memory is full, it grows by at least a quarter, so cached tokens are rarely copied.
+    When the memory is full, the cache grows by at least a quarter, so cached tokens are rarely copied.
 
     Args:
         capacity: maximum number of tokens per sequence; unlimited by default.
     """
 
     pages: Pages | None = None
-    """The location of each row's tokens if `extend` returns pages; see `PagedCache`. Otherwise None."""
+    """The location of each row's tokens in a step in which `extend` returns pages; otherwise None. See `PagedCache`."""
     bounds: Tensor | None = None
-    """`BatchLayout.bounds` of the running forward, if recurrent layers must not treat each row as one document; see
-    `PagedCache.documents`. Otherwise None."""
+    """`BatchLayout.bounds` of the running forward. None if recurrent layers treat each row as one document. See
+    `PagedCache.documents`."""
     takes_documents = False
     """Whether packed documents may be cached, each as a separate row; see `PagePool`."""
     width = 1
-    """Number of consecutive rows of the batch that are tokens of one sequence; see `PagePool.speculate`."""
+    """Number of consecutive rows of the batch that hold tokens of the same sequence; see `PagePool.speculate`."""
 
     def __init__(self, capacity: int = sys.maxsize) -> None:
         self.capacity, self.length = capacity, 0
@@ -55,10 +55,10 @@ class DecodeCache:
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k [B, T, G, D] and v [B, T, G, V] of a layer, and return all keys and values of the layer.
 
-        The results are [B, length + T, G, D] and [B, length + T, G, V]. For latent attention, ``k`` holds one row
+        The results are [B, length + T, G, D] and [B, length + T, G, V]. For latent attention, ``k`` holds one vector
         per token, from which keys and values are computed, and V is 0.
 
-        This method does not change ``length``; `advance` changes it after all layers have run.
+        This method does not change ``length``. `advance` changes ``length`` after all layers have run.
 
         Raises:
             ValueError: there are more tokens than ``capacity``.
@@ -69,7 +69,8 @@ class DecodeCache:
                 f"DecodeCache: capacity ({self.capacity}) must hold all tokens, got {end}. Make the cache larger."
             )
         held = self._layers.get(layer)
-        # An empty cache may have memory for other shapes, from a forward that failed or whose tokens were dropped.
+        # An empty cache may have memory of other shapes, which was allocated by a forward that failed, or for tokens
+        # that were dropped.
         if held is None or (not self.length and (held[0][:, :0].shape, held[0].dtype) != (k[:, :0].shape, k.dtype)):
             held = k[:, :0], v[:, :0]
         if held[0].shape[1] < end:
@@ -84,8 +85,8 @@ class DecodeCache:
         """Return the pages of a layer's keys, [pages, P, G, D], and the slots of the new tokens, [B] int64. Slot s is
         entry ``s % P`` of page ``s // P``.
 
-        A layer that gets this result may write the keys of a step itself instead of calling `extend`. If the result is
-        None, the layer must call `extend`.
+        A layer may use this result to write the keys of a step itself. If the result is None, the layer must call
+        `extend` instead.
         """
         return None
 

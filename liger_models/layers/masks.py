@@ -27,9 +27,8 @@ class Segments:
     Attributes:
         cu_seqlens: [n + 1] int32, the start of each segment and the end of the last one. Segments may be empty.
         max_seqlen: upper bound on the length of a segment.
-        lengths: the lengths of the segments; None if they were not read from the device.
-        at: [N] int64, maps each token to its index in the flattened batch; None if the tokens are in the order of the
-            batch.
+        lengths: the lengths of the segments; None if the host does not know the lengths.
+        at: [N] int64, the index of each token in the flattened batch; None if the tokens are in the order of the batch.
         keys: the segments of the keys, if queries and keys are different tokens; otherwise None. Segment i of the
             queries attends to segment i of ``keys``.
         recurring: whether the segments have the same lengths in every batch.
@@ -77,7 +76,7 @@ class Segments:
 
     @classmethod
     def of_rows(cls, B: int, T: int, cu_seqlens: Tensor | None, device: torch.device) -> "Segments":
-        """Build one segment per packed document or, if ``cu_seqlens`` is None, one per row of the batch [B, T]."""
+        """Build one segment per packed document or, if ``cu_seqlens`` is None, per row of the batch [B, T]."""
         bounds = torch.arange(0, (B + 1) * T, max(T, 1), device=device)
         if cu_seqlens is not None:
             bounds = torch.cat([bounds, cu_seqlens.to(device, torch.int64).clamp(max=B * T)]).sort()[0]
@@ -106,7 +105,7 @@ class Segments:
         begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         begins = begins.flatten()
         index = torch.arange(len(begins), device=numbers.device)
-        # The first token of run i writes its index to entry i. All other tokens write the total length to the last
+        # The first token of run i writes its index to entry i. All other tokens write the number of tokens to the last
         # entry.
         ends = torch.full_like(index[:1], len(begins)).expand(most + 1)
         run = torch.where(begins, begins.cumsum(0) - 1, most)
@@ -131,8 +130,8 @@ MOST_DOCUMENTS = 32
 """If the mean number of packed documents per row is at most this number, variable-length attention is faster than
 flex_attention.
 
-Variable-length attention launches as many Triton programs for each document as for a whole row, so many documents slow
-it down.
+Variable-length attention launches as many thread blocks for each document as for a whole row, so attention is slow if a
+row has many documents.
 """
 
 
@@ -146,7 +145,10 @@ def takes_flash(dtype: torch.dtype | None, head_dim: int) -> bool:
 
 
 def takes_segments(device: torch.device, dtype: torch.dtype | None, head_dim: int = 0) -> bool:
-    """Whether variable-length attention (flash attention, from torch 2.11 on) supports heads of this dtype and size."""
+    """Whether PyTorch's variable-length attention, which uses flash attention, supports heads of this dtype and size.
+
+    The result is False on CPUs, and before PyTorch 2.11, whose variable-length attention has no argument ``scale``.
+    """
     return takes_flash(dtype, head_dim) and device.type in ACCELERATORS and "scale" in VARLEN_OPTIONS
 
 
@@ -170,13 +172,13 @@ class Mask:
     If no form is set, no mask is needed: attention is causal or, in a bidirectional layout, covers all tokens.
 
     Attributes:
-        block: the form for flex_attention.
+        block: the form that flex_attention takes.
         dense: [1 or B, 1, T, S] bool, the form for the CPU and for single-token decoding.
         segments: the form for variable-length attention. It is used for image patches. In half precision on an
             accelerator, it is also used for packed rows, tiles and windows.
-        counted: whether this is a memory estimate on tensors without values. If so, attention computes nothing, but
-            saves the same tensors as a fused kernel: q, k, v, the output, and one value for each head and token.
-            Flash attention saves heads whose width is padded to a multiple of 8.
+        counted: whether the mask belongs to a memory estimate, which runs on fake tensors. If so, attention computes
+            nothing, but saves the same tensors as a fused kernel: q, k, v, the output, and one value for each head and
+            token. For flash attention, the width of the saved heads is padded to a multiple of 8.
         later: whether some tokens attend to later tokens, as tokens of images do.
     """
 
@@ -208,7 +210,7 @@ def text_mask(
         window: number of tokens that a token attends to, including itself; None for all.
         B, T: shape of the batch.
         device: device of the mask.
-        needed: whether a mask is required even if each token attends to itself and all earlier tokens.
+        needed: whether a mask is required even for plain causal attention.
         visible_until: [B, T] int64; see `BatchLayout.build`.
         segments: the packed documents as segments if variable-length attention supports the batch; otherwise None.
         prefix: [B, T] bool, whether a token is exempt from the window; see `BatchLayout.build`.
@@ -246,7 +248,7 @@ def text_mask(
 
 
 def document_mask(documents: Tensor) -> Mask:
-    """Build the mask with which each token attends to its whole document; ``documents`` [B, N] holds ascending document
+    """Build a mask that lets each token attend to its whole document; ``documents`` [B, N] holds ascending document
     numbers."""
     if documents.device.type not in ACCELERATORS:
         return Mask(dense=(documents[:, :, None] == documents[:, None, :])[:, None])
@@ -286,8 +288,8 @@ def _block_mask(
     """Build the result of `text_mask` as a block mask, the form that flex_attention takes.
 
     The list of blocks is computed only from the first and last token and the first and last document of each block, not
-    from all pairs of tokens. The window and the cached length are tensors, so that flex_attention is compiled only once
-    for all their values.
+    from all pairs of tokens. The window and the cached length are tensors, so that flex_attention is not compiled again
+    for other values.
     """
     S = past + T
     # These are tensors, because a Python number would become a constant of the compiled kernel.
@@ -347,7 +349,7 @@ def parts_mask(
 ) -> Mask:
     """Build a mask for keys that are grouped in parts, such as tiles of images.
 
-    A query attends to all keys of a part or to none of them.
+    A query attends either to all keys of a part or to none of them.
 
     Args:
         visible: [B, T, N] bool, whether a query attends to each of the N parts.
@@ -378,8 +380,8 @@ def _parts_block_mask(visible: Tensor, part: Tensor) -> "BlockMask":
     rows = torch.cat([visible, visible[:, -1:].expand(-1, -T % BLOCK, -1)], 1).unflatten(1, (-1, BLOCK))
 
     def count(parts: Tensor) -> Tensor:  # [B, blocks of queries, N] -> [B, blocks of queries, blocks of keys]
-        # A block of keys covers the parts from `low` to `high`. A difference of running sums counts the visible
-        # parts.
+        # A block of keys covers the parts from `low` to `high`. The difference of two running sums is the number of
+        # visible parts in this range.
         sums = torch.nn.functional.pad(parts.cumsum(-1), (1, 0))
         return sums[..., high + 1] - sums[..., low]
 
@@ -400,9 +402,9 @@ def _from_blocks(
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """For each block of queries, count the True entries in ``blocks`` [B, queries, keys], and sort the indices of the
-    blocks of keys so that those of True entries come first.
+    blocks of keys so that the indices of True entries come first.
 
-    Both results have an additional dimension, for heads, after the first dimension, as in a `BlockMask`.
+    Both results have an additional dimension for heads after the first dimension, as in a `BlockMask`.
     """
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1).int()[:, None], order.int()[:, None]

@@ -24,8 +24,8 @@ class PagePool(PagedCache):
     Args:
         rows, capacity, device: as in `PagedCache`.
         pages: number of pages, including page 0.
-        like: a cache that all layers of the model have already used, on any device. It determines the shapes and dtypes
-            of keys, values and states.
+        like: a cache that all layers of the model have already used, on any device. This cache determines the shapes
+            and dtypes of keys, values and states.
     """
 
     takes_documents = True
@@ -38,7 +38,7 @@ class PagePool(PagedCache):
             for layer, states in like._states.items()
         }
         self._filled = self._history = self.lengths
-        """The rows that take part in the forward after `fill`, [n] int64, and the pages of the first of these rows.
+        """The rows in the forward that `fill` has prepared, [n] int64, and the pages of the first of these rows.
         """
         self._layers = {
             layer: (
@@ -66,7 +66,7 @@ class PagePool(PagedCache):
         self._host_table = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type in ACCELERATORS, device="cpu")
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         self.remaining = torch.zeros(rows, dtype=torch.int64, device=device)
-        """Number of tokens that must still be generated for each row. A row with 0 remaining tokens is idle."""
+        """Number of tokens that must still be generated for each row; 0 for finished rows."""
 
     @property
     def num_free(self) -> int:
@@ -94,7 +94,7 @@ class PagePool(PagedCache):
                 self._free.append(page)
 
     def assign(self, row: int, pages: list[int]) -> None:
-        """Write the list of a row's pages, in the order of the row's tokens, to the table on the host."""
+        """Write a row's pages, in the order of the row's tokens, to the table on the host."""
         self._host_table[row] = 0
         self._host_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32, device="cpu")
 
@@ -107,7 +107,7 @@ class PagePool(PagedCache):
                     x[target] = x[source]
 
     def clear_states(self, row: int) -> None:
-        """Reset the states of a row to the states before its first token."""
+        """Reset the states of a row to zeros, the states before a first token."""
         for state in (x for states in self._states.values() for x in states):
             state[row].zero_()
 
@@ -148,13 +148,12 @@ class PagePool(PagedCache):
     def step(self) -> None:
         """Like `PagedCache.step`, but only for the rows that still have tokens to generate."""
         positions = self.positions
-        self.slots = self._slots_of(self._table, positions)[:, 0] * (self.remaining > 0)  # idle rows write to page 0
+        self.slots = self._slots_of(self._table, positions)[:, 0] * (self.remaining > 0)  # 0 for finished rows
         self.lengths.copy_(positions[:, 0] + 1)
         self.pages, self.length, self.width = Pages(self._table, self.lengths), 1, 1
 
     def speculate(self, n: int, offset: int = 0) -> Tensor:
-        """Prepare a forward of n tokens per row. After the forward, `accept` keeps as many of each row's n tokens as
-        the caller accepts, counted from the first.
+        """Prepare a forward of n tokens per row. Then call `accept` to accept the first few tokens of each row.
 
         In this forward, each token is a separate row of the batch. The batch thus has ``rows · n`` rows, in which the n
         tokens of each row of the pool are consecutive. Neither ``lengths`` nor the linear-attention states change.
@@ -164,7 +163,7 @@ class PagePool(PagedCache):
             offset: number of positions between a row's cached tokens and the first of its n new tokens.
 
         Returns:
-            The positions of the tokens, [rows · n, 1] int64, 0 for idle rows.
+            The positions of the tokens, [rows · n, 1] int64; 0 for finished rows.
         """
         positions, self.slots, ends, pages = token_slots(
             self._table, self.lengths, self.remaining, n=n, offset=offset, page=self.page
@@ -210,18 +209,18 @@ class PagePool(PagedCache):
         return keys[self._history].flatten(0, 1)[None, :end], values[self._history].flatten(0, 1)[None, :end]
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
-        """Like `DecodeCache.states`, but only for the rows that take part in the forward."""
+        """Like `DecodeCache.states`, but only for the rows of the running forward."""
         if self.pages is not None:
             return self._states[layer]
         return tuple(state[self._filled] for state in self._states[layer]) if self.length else None
 
     def replace_states(self, layer: int, *states: Tensor) -> None:
-        """Like `DecodeCache.replace_states`, but only for the rows that take part in the forward."""
+        """Like `DecodeCache.replace_states`, but only for the rows of the running forward."""
         n = len(self._filled)
         for held, state in zip(self._states[layer], states, strict=True):
             if self.pages is not None:
                 held.copy_(state)
-            else:  # the bounds include an empty document at each end, see `Segments.of_rows`
+            else:  # the first and the last document may be empty; see `Segments.of_rows`
                 held[self._filled] = state[(len(state) - n) // 2 :][:n]
 
     def upload(self, values: "Tensor | list[tuple[int, int]] | list[list[int]] | list[int]") -> Tensor:

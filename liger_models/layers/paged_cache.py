@@ -1,4 +1,4 @@
-"""The paged decode cache. Decoding steps do not depend on values on the host, so a captured step can be replayed."""
+"""The paged decode cache. A decoding step depends on no values on the host, so a captured step can be replayed."""
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -19,15 +19,15 @@ class PagedCache(DecodeCache):
     The keys of a layer are stored as [pages, P, G, D] and the values as [pages, P, G, V], where P is the number of
     tokens per page. A table lists the pages of each row. Tensors on the device determine where new tokens are stored,
     and which tokens the new tokens attend to. All tensors that the forward of a step reads or writes stay at the same
-    addresses: pages, table, lengths, linear-attention states and ``extra``. A captured forward can therefore be
-    replayed for later tokens and for other prompts.
+    addresses: the pages, the table, the lengths, the linear-attention states and ``extra``. A captured forward can
+    therefore be replayed for later tokens and for other prompts.
 
     Call `start` before a forward of prompts, `settle` after it, and `step` before each forward of one token per row.
     ``length`` is the number of tokens, including padding, that the host has counted. The host does not count replayed
     steps, so a step may rely only on whether ``length`` is 0.
 
     Args:
-        rows: number of rows in a step. If the prompts need fewer rows, the remaining rows repeat the last one.
+        rows: number of rows in a step. If the prompts need fewer rows, the last row of the prompts is repeated.
         capacity: maximum number of tokens per row, which is rounded up to whole pages and can be increased by `grow`.
         device: device of the tensors.
     """
@@ -39,12 +39,13 @@ class PagedCache(DecodeCache):
         self.rows = rows
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         """Number of tokens of each row, without padding."""
-        # `_own` lists the own pages of each row, [rows, pages]. If rows share a prompt, the table differs from `_own`.
+        # `_own` lists the pages that belong to each row, [rows, pages]. The table differs from `_own` if rows share the
+        # pages of a prompt.
         self._own = torch.arange(rows * count, dtype=torch.int32, device=device).view(rows, count)
         self._table = self._own.clone()
         self._row: Tensor | None = None
-        """For each row, the index of the row that it repeats, or its own index, [rows] int64; None if no row is a
-        repetition.
+        """For each row that repeats another row, the index of the other row; for all other rows, their own index.
+        [rows] int64; None if no row repeats another.
         """
         self._prompt = torch.zeros(rows, dtype=torch.int64, device=device)
         """For each row, the index of its prompt, [rows] int64."""
@@ -86,7 +87,7 @@ class PagedCache(DecodeCache):
         self.length, self.pages = 0, None
         self.extra.clear()
 
-        # If a step has more rows than the N that are needed, the other rows repeat the last one.
+        # If a step has more than the N rows that are needed, the additional rows repeat the last of the N rows.
         row = torch.arange(self.rows, device=device).clamp_max_(N - 1)
         self._row = None if self.rows == N else row
         self._prompt.copy_(row // repeats)
@@ -103,8 +104,8 @@ class PagedCache(DecodeCache):
             self._table.copy_(self.of_rows(self._own))
             return
 
-        # The rows of a prompt share the pages that the prompt fills. `settle` copies the page that is only partly
-        # filled.
+        # The rows of a prompt share the pages that the prompt fills completely. `settle` copies the last page, which
+        # the prompt fills only partly.
         first = row // repeats * repeats
         filled = (self.lengths // self.page)[:, None].long()
         column = torch.arange(self._own.shape[1], device=device)
@@ -114,11 +115,11 @@ class PagedCache(DecodeCache):
 
     @contextmanager
     def documents(self, bounds: Tensor) -> Iterator[None]:
-        """Context manager for a forward of prompts that are padded on the right. Within it, the cache's attribute
-        ``bounds`` is set.
+        """Context manager for a forward of prompts that are padded on the right. Within the context, the attribute
+        ``bounds`` of the cache is set.
 
         Args:
-            bounds: [2B + 1] int32, the bounds of each row's tokens and of its padding, for layers that read
+            bounds: [2B + 1] int32, the boundaries of each row's tokens and of its padding, for layers that read
                 `BatchLayout.bounds`. The cache keeps only the states after the tokens, not the states after the
                 padding.
         """
@@ -129,8 +130,8 @@ class PagedCache(DecodeCache):
             self.bounds = None
 
     def grow(self, capacity: int) -> None:
-        """Grow to ``capacity`` tokens per row. The pages and the table get new addresses, so the caller must capture
-        the step again."""
+        """Increase the capacity to ``capacity`` tokens per row. The pages and the table get new addresses, so the
+        caller must capture the step again."""
         (rows, count), new = self._own.shape, -(-capacity // self.page)
         pages = torch.arange(rows * count, rows * new, dtype=torch.int32, device=self._own.device).view(rows, -1)
         self._own, self._table = (torch.cat([table, pages], 1) for table in (self._own, self._table))
@@ -140,8 +141,8 @@ class PagedCache(DecodeCache):
         self.capacity = new * self.page
 
     def of_rows(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Return x with as many rows along dimension ``dim`` as a step has. If `start` prepared fewer rows, the last of
-        these is repeated."""
+        """Return x with as many rows along dimension ``dim`` as a step has. If `start` prepared fewer rows, the last
+        row of x is repeated."""
         return x if self._row is None else x.index_select(dim, self._row)
 
     def _of_prompts(self, x: Tensor) -> Tensor:
@@ -177,8 +178,8 @@ class PagedCache(DecodeCache):
 
     @property
     def is_settled(self) -> bool:
-        """Whether ``extra`` still has the same tensors as after `settle`. If the result is True, a captured step reads
-        all tensors in ``extra``."""
+        """Whether ``extra`` still holds the same tensors as after `settle`. If so, a captured step reads the tensors
+        that ``extra`` now holds."""
         same = all(self.extra.get(name) is x for name, x in self._fixed.items())
         return same and len(self.extra) == len(self._fixed)
 
@@ -228,6 +229,6 @@ class PagedCache(DecodeCache):
         raise ValueError("PagedCache: rows can't be selected. Use a DecodeCache.")
 
     def _slots_of(self, table: Tensor, position: Tensor) -> Tensor:
-        """Return the slots, [B, T] int64, of the tokens at positions [B, T] in their rows; see ``slots``."""
+        """Return the slots (see ``slots``), [B, T] int64, of tokens at the positions [B, T] in their rows."""
         position = position.clamp_min(0)
         return table.gather(1, position // self.page).long() * self.page + position % self.page

@@ -2,8 +2,8 @@
 
 The patches of all images and videos of a batch are concatenated. For each image or video, ``grid_thw`` has three
 numbers, as in Hugging Face's processors: the number of frames, and the numbers of patch rows and patch columns in a
-frame. The patches that are merged into one token form a block. Patches are ordered by block, and within a block by row.
-The patches of a block are therefore adjacent.
+frame. The patches that are merged into one token form a block. The patches of a block are adjacent, and are ordered by
+row.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class Patches(NamedTuple):
 
     Attributes:
         item: index of the patch's image or video.
-        frame: index of the patch's frame, counted over all frames of the batch.
+        frame: index of the patch's frame among all frames of the batch.
         row, column: position of the patch in its frame.
         height, width: numbers of rows and columns of the frame.
     """
@@ -98,31 +98,31 @@ def mrope_positions(
 ) -> tuple[Tensor, Tensor]:
     """Compute the positions of tokens in time, height and width (M-RoPE).
 
-    A text token advances all three positions by one. An image or a video starts at the next position: each of its
-    tokens has this start position plus the token's frame, row and column. The first token after the image or video has
-    the start position plus the number of token rows or token columns, whichever is larger.
+    A text token advances all three positions by one. An image or a video starts at the next position. The positions of
+    each of its tokens are this start position plus the token's frame, row and column. The first token after the image
+    or video has the start position plus the number of token rows or token columns, whichever is larger.
 
     Args:
-        kinds: [B, T] int64: 0 for text, 1 for images, 2 for videos.
+        kinds: [B, T] int64, 0 for tokens of text, 1 for tokens of images, 2 for tokens of videos.
         grids: ``grid_thw`` [n, 3] of all images, and ``grid_thw`` of all videos, both in the order of the text. None
             stands for no images or no videos.
         merge: number of patches along the side of a block, the square of patches that becomes one token.
         mask: [B, T], 0 for padding, which is not counted and has position 0.
         cu_seqlens: [n + 1], boundaries of packed documents; see `BatchLayout.build`. Positions start from 0 in each
             document.
-        frames_apart: whether each frame of a video is positioned like a separate image. This suits models whose text
-            has timestamps between the frames.
+        frames_apart: whether each frame of a video is positioned like a separate image, as in models whose text has
+            timestamps between the frames.
         interval: [videos] fp32, for each video, the distance in time positions between consecutive frames; None for 1.
 
     Returns:
-        ``(positions, following)``: the positions, [3, B, T] int64, and for each row, the position that a text token
-        after it would have, [B, 1] int64.
+        ``(positions, following)``: the positions, [3, B, T] int64, and the position that a text token after the end of
+        each row would have, [B, 1] int64.
     """
     B, T = kinds.shape
     step = torch.ones_like(kinds)
     offset = kinds.new_zeros(3, B, T)
 
-    # For each token, compute the step by which it advances the positions, and its place within its image.
+    # For each token, compute the step by which it advances the positions, and its position within its image.
     for medium, grid in enumerate(grids, start=1):
         if grid is None or len(grid) == 0:
             continue
@@ -130,7 +130,7 @@ def mrope_positions(
         here = kinds == medium
         tokens = (grid[:, 0], grid[:, 1] // merge, grid[:, 2] // merge)
         size = tokens[0] * tokens[1] * tokens[2]
-        # Find the image of each token, and the token's frame, row and column in it.
+        # Find the image or video of each token, and the token's frame, row and column in the image or video.
         item, index = _share_out(here, size)
         height, width = tokens[1][item], tokens[2][item]
         frame, cell = _divide(index, height * width)
@@ -161,12 +161,12 @@ def mrope_positions(
 
 
 def count_torn(here: Tensor, sizes: Tensor, parts: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Count the image tokens that should directly follow the previous token of the same part, but do not.
+    """Count the image tokens that do not directly follow the previous token of their part, although they should.
 
     Args:
         here: [B, T] bool, whether each token belongs to one of the images (or videos).
         sizes: [n] int64, the number of tokens of each image, in the order of the text.
-        parts: [n] int64, for each image, the number of tokens of a part. The tokens of a part must be contiguous.
+        parts: [n] int64, the number of tokens in each part of an image. The tokens of a part must be contiguous.
         cu_seqlens: [documents + 1], boundaries of packed documents. A part must not cross a boundary.
     """
     if len(sizes) == 0:
@@ -199,8 +199,8 @@ def interpolate_positions(weight: Tensor, patches: Patches, *, aligned: bool = T
         aligned: whether the centers of an image's corner patches coincide with the corner points of the learned grid.
             If False, the borders of both grids coincide, and positions outside of the learned grid are 0, as in
             PyTorch's ``grid_sample`` with its default settings.
-        bicubic: whether to interpolate bicubically. The borders of both grids coincide, and outside of the learned grid
-            the positions at its border are repeated, as in PyTorch's ``grid_sample``.
+        bicubic: whether to interpolate bicubically. If True, ``aligned`` is ignored: the borders of both grids
+            coincide, and outside of the learned grid the positions at its border are repeated, as in ``grid_sample``.
 
     Returns:
         [N, C] fp32.
@@ -220,8 +220,8 @@ def interpolate_positions(weight: Tensor, patches: Patches, *, aligned: bool = T
 def resample_positions(weight: Tensor, patches: Patches) -> Tensor:
     """Resample the learned positions of a square grid to the grid of each image, as PyTorch's ``interpolate`` does.
 
-    The interpolation is bilinear. If the grid of the image is smaller than the learned grid, more learned positions
-    enter each weighted mean (``antialias``). The borders of both grids coincide.
+    The interpolation is bilinear, and the borders of both grids coincide. If the grid of the image is smaller than the
+    learned grid, each result is a weighted mean of more than four learned positions (``antialias``).
 
     Args:
         weight: [side², C].
@@ -241,8 +241,11 @@ def resample_positions(weight: Tensor, patches: Patches) -> Tensor:
 
 
 def _averaging_weights(index: Tensor, length: Tensor, side: int, dtype: torch.dtype) -> Tensor:
-    """A line of ``side`` points is resampled to ``length`` points. For N of the new points, return the weights [N,
-    side] of the original points."""
+    """Resample a line of ``side`` points to ``length`` points. For each of N new points, return the weights of the
+    original points, [N, side].
+
+    ``index`` and ``length`` [N] are the index of each new point, and the number of points of its new line.
+    """
     scale = side / length.clamp_min(1).to(dtype)
     center = (index.to(dtype) + 0.5) * scale
     points = torch.arange(side, device=index.device, dtype=dtype) + 0.5
@@ -252,8 +255,8 @@ def _averaging_weights(index: Tensor, length: Tensor, side: int, dtype: torch.dt
 
 
 def _aligned_neighbors(index: Tensor, length: Tensor, side: int) -> list[tuple[Tensor, Tensor]]:
-    """A line of ``side`` points is interpolated at ``length`` points. The first points of both lines coincide, and so
-    do the last points. For each interpolated point, return its two neighbors and their weights."""
+    """Interpolate a line of ``side`` points at ``length`` points. The first points of both lines coincide, and so do
+    the last points. For each interpolated point, return its two neighbors and their weights."""
     position = index.float() * (side - 1) / (length - 1).clamp_min(1)
     first = position.floor()
     distance = position - first
@@ -300,7 +303,7 @@ def _divide(index: Tensor, by: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _share_out(here: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Assign the tokens that are True in ``here`` [B, T], in order, to items of the given sizes. For each token, return
+    """Assign the marked tokens (True in ``here`` [B, T]) to items of the given sizes, in order. For each token, return
     ``(item, index within the item)``, as `_split_by` does."""
     rank = (here.flatten().cumsum(0) - 1).view(here.shape).clamp_min(0)  # index among all marked tokens
     return _split_by(sizes, rank)

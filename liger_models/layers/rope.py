@@ -30,8 +30,8 @@ class DynamicScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Divides low frequencies by ``factor``, keeps high frequencies, and blends the two in between (Llama 3.1 and
-    later)."""
+    """Scaling of Llama 3.1 and later: divides low frequencies by ``factor``, keeps high frequencies, and interpolates
+    in between."""
 
     factor: float
     low_freq_factor: float
@@ -41,10 +41,10 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """YaRN: divides low frequencies by ``factor``, keeps high frequencies, and blends the two in between.
+    """YaRN: divides low frequencies by ``factor``, keeps high frequencies, and interpolates in between.
 
-    A frequency is high if it makes at least ``beta_fast`` turns over the original length, and low if it makes at most
-    ``beta_slow`` turns.
+    A frequency is high if its angle makes at least ``beta_fast`` full turns over the original length, and low if its
+    angle makes at most ``beta_slow`` full turns.
     """
 
     factor: float
@@ -59,10 +59,11 @@ class YarnScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LongRopeScaling:
-    """LongRoPE: each frequency has a divisor for documents up to the original length, and another for longer documents.
+    """LongRoPE: each frequency has two divisors, one for documents up to the original length and one for longer
+    documents.
 
-    Cos and sin are multiplied by ``short_mscale`` for short documents and by ``long_mscale`` for long ones, as in the
-    files of Phi-3.5-MoE. If ``short_mscale`` and ``long_mscale`` are None, cos and sin are multiplied by
+    Cos and sin are multiplied by ``short_mscale`` in short documents and by ``long_mscale`` in longer documents, as in
+    the files of Phi-3.5-MoE. If ``short_mscale`` and ``long_mscale`` are None, cos and sin are multiplied by
     `longrope_attention_factor`.
     """
 
@@ -98,7 +99,8 @@ ROPE_TYPES: dict[str, type[RopeScaling]] = {
     "longrope": LongRopeScaling,
     "ntk_alpha": NtkAlphaScaling,
 }
-"""Maps ``rope_type`` in config.json to a dataclass. The type ``default`` means no scaling, which None represents."""
+"""Maps ``rope_type`` in config.json to a dataclass. The type ``default`` is missing, because None stands for no
+scaling."""
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -111,7 +113,7 @@ def yarn_attention_factor(scaling: YarnScaling) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
 
-    # If both constants are given, the result is the ratio of their two factors.
+    # If `mscale` and `mscale_all_dim` are both given, the result is the ratio of their values of `yarn_mscale`.
     if scaling.mscale and scaling.mscale_all_dim:
         return yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(scaling.factor, scaling.mscale_all_dim)
     return yarn_mscale(scaling.factor, 1.0)
@@ -145,7 +147,7 @@ def _longrope_frequencies(width: int, theta: float, divisors: list[float]) -> Te
 
 def _llama3_frequencies(base: Tensor, scaling: Llama3Scaling) -> Tensor:
     # Divide frequencies with wavelengths above original / low, keep frequencies with wavelengths below original / high,
-    # and blend both results for all other frequencies.
+    # and interpolate between both results for all other frequencies.
     wavelength = 2 * math.pi / base
     original = scaling.original_max_position_embeddings
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -157,25 +159,26 @@ def _llama3_frequencies(base: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 def _yarn_frequencies(base: Tensor, width: int, theta: float, scaling: YarnScaling) -> Tensor:
     def pair_of(rotations: float) -> float:
-        """Return the index of the pair of dimensions that makes ``rotations`` full turns over the original length."""
+        """Return the index of the pair of dimensions that makes ``rotations`` full turns over the original length. The
+        index need not be an integer."""
         turns = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
         return width * math.log(turns) / (2 * math.log(theta))
 
     first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    # The ramp over pairs is 0 up to `first`, and 1 from `last` on. Its length must not be 0.
+    # The ramp is 0 for pairs up to `first`, and 1 for pairs from `last` on. The length of the ramp must not be 0.
     first, last = max(first, 0), min(last, width - 1)
     if first == last:
         last += 0.001
     ramp = ((torch.arange(width // 2, dtype=torch.float32, device="cpu") - first) / (last - first)).clamp(0, 1)
-    kept = 1 - ramp  # computed separately, so that it rounds as in the training code of the checkpoints
+    kept = 1 - ramp  # a separate step, so that the rounding is the same as in the training code of the checkpoints
     return base / scaling.factor * (1 - kept) + base * kept
 
 
 def switch_columns(rotary: Iterable[Layer], positions: Tensor) -> list[int]:
-    """Return the columns of the batch (indices along S) at which some row becomes so long that its frequencies switch
-    (`LongRopeScaling`).
+    """Return the columns of the batch (indices along S) at which the frequencies of at least one row change, because
+    the row becomes longer than the original length (`LongRopeScaling`).
 
     Keys that were cached before such a column were rotated with the old frequencies.
 
@@ -191,16 +194,15 @@ def switch_columns(rotary: Iterable[Layer], positions: Tensor) -> list[int]:
 class RotaryEmbedding(Layer):
     """Computes cos and sin of the rotation angles at every token's position, in fp32.
 
-    The frequencies are computed in fp32 from the config. These frequencies are neither parameters nor buffers, so
-    casts, initialization on the meta device and checkpoints do not change them. If the module moves to another device,
-    the frequencies move, too.
+    The frequencies are computed in fp32 from the config. They are neither parameters nor buffers, so casts,
+    initialization on the meta device and checkpoints do not change them. If the module moves to another device, the
+    frequencies also move.
 
-    With `DynamicScaling` and `LongRopeScaling`, the frequencies of each document depend on its own length, as if the
-    document were alone in the batch. If ``by_document`` is False, the frequencies depend on the longest row of the
-    batch, as in transformers.
+    With `DynamicScaling` and `LongRopeScaling`, the frequencies of each document depend only on the document's own
+    length. If ``by_document`` is False, all frequencies depend on the longest row of the batch, as in transformers.
 
     Args:
-        width: number of rotated dimensions, which must be even. It is the head dimension, or less for partial rotation.
+        width: number of rotated dimensions, which must be even: the head dimension, or less for partial rotation.
         theta: base of the frequencies.
         scaling: how the frequencies are scaled for longer contexts; None for no scaling.
         max_position_embeddings: length beyond which `DynamicScaling` applies, or target length of `LongRopeScaling`.
@@ -210,7 +212,7 @@ class RotaryEmbedding(Layer):
     """
 
     by_document = True
-    """Whether frequencies depend on the length of each document instead of the longest row of the batch."""
+    """Whether frequencies depend on the length of each document, and not on the longest row of the batch."""
 
     def __init__(
         self,
@@ -225,8 +227,8 @@ class RotaryEmbedding(Layer):
                 f"RotaryEmbedding: width must be even, got {width}. Check head_dim and partial_rotary_factor."
             )
 
-        # Compute the frequencies. With dynamic scaling, the forward computes frequencies for documents beyond the
-        # limit.
+        # Compute the frequencies. With dynamic scaling, the forward computes the frequencies of documents that are
+        # longer than `max_position_embeddings`.
         self.width, self.theta, self.scaling = width, theta, scaling
         self.max_position_embeddings = max_position_embeddings
         self.attention_factor = 1.0
@@ -252,8 +254,8 @@ class RotaryEmbedding(Layer):
                 self.switch_length = scaling.original_max_position_embeddings
             case NtkAlphaScaling():
                 base = _base_frequencies(width, theta * scaling.alpha ** (width / (width - 2)))
-        # The frequencies are not a buffer, because checkpoints don't have them, and a buffer on the meta device has no
-        # values.
+        # The frequencies are not a buffer, because a buffer on the meta device has no values, and checkpoints do not
+        # contain the frequencies.
         self.inv_freq = base
         self._move(torch.get_default_device())
 
@@ -263,7 +265,7 @@ class RotaryEmbedding(Layer):
         return self
 
     def _move(self, device: torch.device) -> None:
-        if device.type != "meta":  # frequencies are not weights, so loading would not restore them
+        if device.type != "meta":  # loading would not restore the frequencies, because they are not weights
             self.inv_freq = self.inv_freq.to(device)
             self.long_inv_freq = None if self.long_inv_freq is None else self.long_inv_freq.to(device)
 
@@ -277,8 +279,8 @@ class RotaryEmbedding(Layer):
 
         Args:
             position_ids: [..., T] int64.
-            lengths: [B, T] int64, the length of each token's document up to the document's last position in this batch.
-                None means that each row is one document.
+            lengths: [B, T] int64, the length of each token's document, including cached tokens and all tokens in this
+                batch. None if each row is one document.
 
         Returns:
             [width / 2], or [B, 1 or T, width / 2] if the frequencies depend on the lengths.
@@ -296,8 +298,8 @@ class RotaryEmbedding(Layer):
         return torch.where(lengths > limit, _base_frequencies(self.width, self.theta * growth), inv_freq)
 
     def _lengths(self, position_ids: Tensor, lengths: Tensor | None) -> Tensor:
-        """Return the lengths that determine the frequencies: one length [1] for all tokens, or lengths [B, 1 or T, 1]
-        of rows or documents."""
+        """Return the lengths that determine the frequencies: one length [1] for all tokens, or the lengths of rows or
+        documents, [B, 1 or T, 1]."""
         if not self.by_document:
             lengths = position_ids.max() + 1
         elif lengths is None:
@@ -342,16 +344,17 @@ class ProportionalRotaryEmbedding(RotaryEmbedding):
 
 class MultimodalRotaryEmbedding(RotaryEmbedding):
     """Computes cos and sin of the rotation angles at positions in time, height and width (M-RoPE). Each frequency
-    applies to one of these three coordinates.
+    applies to one of these three kinds of positions.
 
     Args:
         width, theta, scaling, max_position_embeddings: as in `RotaryEmbedding`.
         sections: the numbers of frequencies for time, for height and for width.
-        interleaved: whether time, height and width take turns in the list of frequencies. Once height or width has all
-            of its frequencies, its turns go to time. If False, the three sections follow each other.
+        interleaved: whether consecutive frequencies alternate between time, height and width. Once height or width has
+            all of its frequencies, its places go to time. If False, the frequencies are in three contiguous sections.
 
     Raises:
-        ValueError: there are not three sections, or sections that are not interleaved do not add up to half the width.
+        ValueError: the number of sections is not 3, or the sections are not interleaved and do not add up to half the
+            width.
 
     Source: https://arxiv.org/abs/2409.12191, https://arxiv.org/abs/2511.21631.
     """
@@ -400,8 +403,8 @@ class MultimodalRotaryEmbedding(RotaryEmbedding):
 
 
 class AxialRotaryEmbedding(RotaryEmbedding):
-    """Computes cos and sin of the rotation angles for a patch's row and column. The first half of cos and sin depends
-    on the row, and the second half on the column.
+    """Computes cos and sin of the rotation angles for the rows and columns of patches. The first half of cos and sin
+    depends on the row, and the second half on the column.
 
     Args:
         width: head dimension, a multiple of 4.
