@@ -9,16 +9,16 @@ from torch import Tensor, nn
 from liger_models.layers.linear_attention import LinearAttention
 
 MOST_UNITS = 64
-"""Maximum number of units that the channels are divided into. It is also the maximum number of ranks, because each rank
-needs whole units. The channels of a unit are adjacent in memory."""
+"""Maximum number of units that the channels are divided into. The layer can be sharded over at most this many ranks,
+because each rank needs whole units. The channels of a unit are adjacent in memory."""
 
 
 class LigerGatedConv(LinearAttention):
     """``out_proj(C · conv(B · x))``, where one packed projection computes ``B``, ``C`` and ``x``.
 
-    The channels are divided into units. For each unit, ``in_proj`` has the rows of the unit's channels of B, then of C,
-    then of x. The convolution has no activation, and the rows of its weight are in the order of the channels. The state
-    of a layer consists of the last inputs of the convolution.
+    The channels are divided into units. The rows of ``in_proj`` are grouped by unit: each group has the rows for the
+    unit's channels of B, then of C, then of x. The convolution has no activation, and the rows of its weight are in the
+    order of the channels. The state of a layer consists of the last inputs of the convolution.
 
     Args:
         hidden_size: width of the input, which is also the number of channels.

@@ -101,7 +101,7 @@ class LigerGatedDeltaNet(LinearAttention):
         """Initialize the convolution from a normal distribution with ``std``, and the decays as in the paper."""
         nn.init.normal_(self.conv_weight, std=std)
         nn.init.ones_(self.dt_bias)
-        nn.init.uniform_(self.A_log, 0.01, 16)  # not from 0, because log(0) is infinite
+        nn.init.uniform_(self.A_log, 0.01, 16)  # the lower bound is not 0, because log(0) is infinite
         with torch.no_grad():
             self.A_log.log_()
         return True

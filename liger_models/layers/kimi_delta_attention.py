@@ -1,4 +1,4 @@
-"""Kimi Delta Attention: linear attention whose state forgets each key channel at its own rate."""
+"""Kimi Delta Attention: linear attention in which each key channel of the state has its own decay rate."""
 
 import math
 from dataclasses import replace
@@ -33,8 +33,8 @@ class ForgetGate(Layer):
         self.draw(0.02)
 
     def draw(self, std: float) -> bool:
-        """Draw A_log and dt_bias, as in the paper's code. The decay rates exp(A_log) are uniformly distributed. The
-        step sizes are softplus(dt_bias), and their logarithms are uniformly distributed.
+        """Draw A_log and dt_bias as in the paper's code. The decay rates exp(A_log) are distributed uniformly, and so
+        are the logarithms of the step sizes softplus(dt_bias).
         """
         with torch.no_grad():
             nn.init.uniform_(self.A_log, 1, 16).log_()
@@ -44,7 +44,7 @@ class ForgetGate(Layer):
         return True
 
     def shard_tokens(self, group: Group) -> None:
-        """Use the parameters of 1 / R of the heads on each of R ranks."""
+        """Make the forward on each of R ranks use only the parameters of 1 / R of the heads."""
         self.groups = replace(self.groups, context=group)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class LigerKimiDeltaAttention(LinearAttention):
     second latent with D elements. The heads, and the channels of both latents, are divided into U units. For each unit,
     ``in_proj`` has the rows of the unit's queries, keys, values, channels of the two latents (decays, then gates), and
     update rates β (one row per head). The rows of ``conv_weight`` are also grouped by unit, but cover only queries,
-    keys and values. Each of R ranks has some of the units, and the ranks exchange the latents.
+    keys and values. Each of R ranks has 1 / R of the units, and the ranks gather all channels of the latents.
 
     Args:
         hidden_size: C.
@@ -110,7 +110,7 @@ class LigerKimiDeltaAttention(LinearAttention):
         self.sizes, self.head_dim = _Sizes(*sizes), head_dim
         self.tensor_ranks: Group | None = None
         """The process group of tensor parallelism, or None."""
-        # The second projections of decays and of output gates, and the parameters of the decays.
+        # The projections from the latents to decays and to output gates, and the parameters of the decays.
         self.f_b_proj = nn.Linear(head_dim, num_heads * head_dim, bias=False)
         self.g_b_proj = nn.Linear(head_dim, num_heads * head_dim, bias=False)
         self.decay = ForgetGate(num_heads, head_dim)
@@ -124,7 +124,7 @@ class LigerKimiDeltaAttention(LinearAttention):
         """Return the number of units, and the number of rows of each part in a unit.
 
         All units have the same number of heads and the same number of latent channels. The number of units is the
-        largest with which this is possible.
+        largest number for which this is possible.
         """
         units = math.gcd(num_heads, head_dim)
         heads, channels = num_heads // units, head_dim // units
@@ -192,7 +192,7 @@ class LigerKimiDeltaAttention(LinearAttention):
         """Gather a latent whose channels are divided among the ranks, and project it to this rank's heads with
         ``linear``."""
         context, ranks = self.groups.context, self.tensor_ranks
-        if context is not None:  # each rank uses all channels for its heads
+        if context is not None:  # a rank needs all channels of the latent for its heads
             latent = gather_channels(latent, context)
         if ranks is not None:  # the layer sums the gradient of its input over the ranks
             latent = gather_vocab(latent, ranks, latent.shape[-1] * ranks.size)

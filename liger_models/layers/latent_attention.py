@@ -9,9 +9,9 @@ part. Each head has queries and keys with N + R columns and values with V column
     k_h = [W_k,h c, r],   v_h = W_v,h c
     o_h = Σ_j softmax_j(scale · q_h · k_j,h) · v_j,h
 
-Training and prompts use this form. Decoding keeps only [c, r] of each token in the cache. This vector is called the
-token's row. Instead of multiplying the latents by W_k and W_v, decoding multiplies the queries by W_k and the weighted
-sums of latents by W_v::
+Training and prompts use this form. In decoding, the cache keeps only the vector [c, r] of each token. This vector is
+called the token's row. Instead of multiplying the latents by W_k and W_v, decoding multiplies the queries by W_k and
+the weighted sums of latents by W_v::
 
     q_h · k_j,h = [W_k,hᵀ q_h[:N], q_h[N:]] · [c_j, r_j]
     o_h = W_v,h Σ_j softmax_j(...) · c_j
@@ -60,9 +60,9 @@ class Latents(NamedTuple):
     """The results of the first projections, for each token.
 
     Attributes:
-        q: [B, T, Q], the latent of the queries before its norm. Without low-rank queries, the queries themselves, [B,
+        q: [B, T, Q], the latent of the queries, before the norm. Without low-rank queries, the queries themselves, [B,
             T, H · (N + R)].
-        c: [B, T, L], the latent of keys and values, before its norm.
+        c: [B, T, L], the latent of keys and values, before the norm.
         rope: [B, T, R], the part of the key that all heads share, before the rotation.
     """
 
@@ -86,8 +86,8 @@ class LigerLatentAttention(BaseAttention):
         q_rank: Q, the width of the latent of queries; None for queries that are computed directly from the input.
         norm: function that returns an RMSNorm of a given width, for the latents.
         layer: index of the layer, and of its slot in the decode cache.
-        bias: whether the output projection and the projections from the input have biases. If ``q_rank`` is None,
-            the projection to the queries has no bias in any case.
+        bias: whether the output projection and the projections of the input have biases. If ``q_rank`` is None, the
+            projection to the queries never has a bias.
         scale: multiplier of q·k; None for (N + R)^-0.5.
         dropout: probability of dropping an attention weight in training.
         rotary: name of the rotary embedding, whose width is R; None for no rotation.
@@ -265,7 +265,8 @@ class LigerLatentAttention(BaseAttention):
                 cache.extend(self.layer, rows, rows[..., :0])
             return q, k, v
 
-        # For many new tokens after cached tokens, the keys and values of all tokens [B, S, H, ...] are computed again.
+        # If many new tokens follow cached tokens, compute the keys and values of all tokens, [B, S, H, ...], from their
+        # cached rows.
         rows, _ = cache.extend(self.layer, self._rows(c, shared, layout), c[:, :, None, :0])
         c, shared = rows.squeeze(2).split([self.kv_rank, self.rope_dim], -1)
         kv = call_linear(self.kv_b_proj, c).unflatten(-1, (self.num_heads, -1))
@@ -303,7 +304,7 @@ class LigerLatentAttention(BaseAttention):
         if place is None or norm is None or place[0].dtype != latents.c.dtype:
             return None, None
         q = q_weight = None
-        # If `q_b_proj` is not plain, for example because it has adapters, the norm of its input is fused with it later.
+        # If `q_b_proj` is not plain, for example because it has adapters, its input is normalized later instead.
         if self.q_rank is not None and type(self.q_b_proj) is nn.Linear and is_plain(self.q_b_proj):
             q_norm = fused_norm(self.q_a_layernorm)
             if q_norm is not None and q_norm[1:] == norm[1:]:
@@ -318,8 +319,8 @@ class LigerLatentAttention(BaseAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, T, H, L + R], the rows [B, S, 1, L + R] of all tokens, and a view of the rows' latents.
 
-        If the rows of the new tokens have already been written to the cache, ``rows`` has the rows of all tokens.
-        Otherwise, ``rows`` is None.
+        If the rows of the new tokens have already been written to the cache, the argument ``rows`` has the rows of all
+        tokens. Otherwise, the argument is None.
         """
         assert layout.cache is not None
         q, latent, shared = projected
@@ -408,8 +409,8 @@ class LigerLatentAttention(BaseAttention):
         self.num_heads //= group.size
 
     def shard_tokens(self, group: Group) -> None:
-        """Prepare the layer for ranks that each have an equal part of the tokens. Inside attention, each rank has all
-        tokens for an equal part of the heads.
+        """Prepare the layer for context parallelism, where each rank has an equal part of the tokens. Inside attention,
+        each rank has all tokens, but only an equal part of the heads.
 
         Raises:
             ValueError: the number of heads is not a multiple of the number of ranks.

@@ -37,7 +37,7 @@ class LigerGatedRMSNorm(Layer):
         self.eps, self.act, self.kernel = eps, act, kernel
         self.group: Group | None = None
         """Process group over which the weight's gradient is summed, because the group's ranks have different heads;
-        None for no group.
+        None if the gradient is not summed.
         """
 
     def draw(self, std: float) -> bool:
@@ -60,7 +60,7 @@ class LigerGatedRMSNorm(Layer):
 class LinearAttention(Layer):
     """Base class of layers with one packed input projection, a short convolution and a recurrence over a state.
 
-    The rows of ``in_proj`` and of the convolution are grouped into ``units``. A unit consists of the rows of some
+    The rows of ``in_proj`` and of the convolution are grouped into ``units``. A unit consists of the rows of a few
     heads. Under tensor and context parallelism, all ranks have the same number of units. A derived class implements
     `mix`, sets ``out_proj``, and lists its own sharded parameters in `own_shards`.
 
@@ -84,9 +84,9 @@ class LinearAttention(Layer):
     needs_bounds = True
     recurrent = True
     conv_name = "conv_size"
-    """The name of ``conv_size`` in config.json, for errors."""
+    """The name of ``conv_size`` in config.json, for error messages."""
     unit_name = "units"
-    """The name of ``units`` in config.json, for errors."""
+    """The name of ``units`` in config.json or a description of the units, for error messages."""
     state_elements = 0
     """Number of elements in the recurrent state of one sequence on this rank; 0 without a recurrence."""
     out_proj: nn.Linear
@@ -115,7 +115,7 @@ class LinearAttention(Layer):
         """Whether to save only the inputs and recompute the rest in the backward (checkpointing policy "full")."""
         self.ranks: Group | None = None
         """The process group over which the units are distributed, or None."""
-        # One projection computes everything that the layer reads.
+        # One projection computes the inputs of the convolution, and all other inputs of `mix`.
         self.in_proj = nn.Linear(hidden_size, units * unit_rows, bias=bias)
         self.conv_weight = nn.Parameter(torch.empty(units * unit_channels, 1, conv_size))
         self.conv_bias = nn.Parameter(torch.empty(units * unit_channels)) if conv_bias else None
@@ -132,8 +132,8 @@ class LinearAttention(Layer):
             options: arguments of `run`.
 
         Returns:
-            The input of ``out_proj``, [B, T, ...], whose last dimensions the caller flattens; and the states after the
-            last token, which may be None if there is no cache.
+            The input of ``out_proj``, [B, T, ...], whose last dimensions the caller flattens, and a tuple of the states
+            after the last token. Without a cache, the states may be None.
         """
         raise NotImplementedError
 
@@ -166,8 +166,8 @@ class LinearAttention(Layer):
         return {name: dim for name, dim in shards.items() if _has(self, name)} | self.own_shards()
 
     def shard_tokens(self, group: Group) -> None:
-        """Prepare the layer for R ranks that each have T / R tokens. Inside `mix`, each rank has all T tokens and 1 / R
-        of the units.
+        """Prepare the layer for context parallelism, where each of R ranks has T / R tokens. Inside `mix`, each rank
+        has all T tokens, but only 1 / R of the units.
 
         Raises:
             ValueError: the units cannot be divided equally among the ranks.
@@ -218,7 +218,8 @@ class LinearAttention(Layer):
         return local(parameter) if context is None else local(parameter).chunk(context.size)[context.rank]
 
     def _mix_all(self, projected: Tensor, layout: BatchLayout) -> Tensor:
-        """Mask padding, join packed rows, and apply `mix` to all tokens with the states in the cache."""
+        """Set the projections of padding to 0, concatenate packed rows, and apply `mix` to all tokens with the states
+        in the cache."""
         B, T, _ = projected.shape
         padding, bounds, cache = layout.padding(T), layout.bounds, layout.cache
         if cache is not None and cache.width > 1:
@@ -250,8 +251,8 @@ class LinearAttention(Layer):
         return torch.cat(outs, 1).flatten(0, 1)[:, None]
 
     def by_part(self, parameter: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Reorder the rows of this rank's shard of a parameter. The given rows are grouped by unit, and the returned
-        rows are grouped by part.
+        """Reorder the rows of this rank's shard of a parameter. The rows of the parameter are grouped by unit, and the
+        rows of the result are grouped by part, such as queries, keys and values.
 
         ``sizes`` lists how many rows each part has in a unit.
         """
@@ -268,7 +269,7 @@ class LinearAttention(Layer):
         self, inputs: Tensor, sizes: Sequence[int], state: Tensor | None, options: dict[str, Any],
         activation: str | None = "silu",
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Convolve ``inputs`` [B, T, U · sum(sizes)], which holds the parts of all units side by side. Returns
+        """Convolve ``inputs`` [B, T, U · sum(sizes)], whose channels are grouped by part and not by unit. Return
         ``(result, state)``."""
 
         def compute() -> tuple[Tensor, Tensor | None]:
@@ -288,7 +289,7 @@ def run(
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """Run an op or its reference implementation.
 
-    Returns ``(result, final state)``. If ``kernel`` is True and ``stateful`` is False, the final state is None.
+    Return ``(result, final state)``. If ``kernel`` is True and ``stateful`` is False, the final state is None.
     """
     first = args[0]
     assert first is not None

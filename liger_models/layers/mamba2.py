@@ -68,13 +68,13 @@ class GroupedGatedNorm(Layer):
 
 
 class StateDecay(Layer):
-    """The recurrence parameters of H heads. They are trained in fp32 even if other weights are in half precision.
+    """The recurrence parameters of H heads, which are in fp32 even if other weights are in half precision.
 
     Args:
         num_heads: H.
         limits: the smallest and the largest step size.
-        initial_steps: the smallest and the largest step size that a new model draws, and a lower bound that drawn step
-            sizes are clamped to.
+        initial_steps: three numbers. A new model draws step sizes between the first two, and then clamps the step sizes
+            to at least the third.
     """
 
     wide = ("dt_bias", "A_log", "D")
@@ -88,7 +88,8 @@ class StateDecay(Layer):
         self.draw(0.02)
 
     def draw(self, std: float) -> bool:
-        """Initialize the decays to 1, ..., H, and draw the logarithms of the step sizes from a uniform distribution."""
+        """Set the decay rates to 1, ..., H and the skip factors to 1, and draw the logarithms of the step sizes from a
+        uniform distribution."""
         least, most, floor = self.initial_steps
         nn.init.ones_(self.D)
         with torch.no_grad():
@@ -99,7 +100,7 @@ class StateDecay(Layer):
         return True
 
     def shard_tokens(self, group: Group) -> None:
-        """On each of R ranks, use the parameters of 1 / R of the heads."""
+        """Make the forward on each of R ranks use only the parameters of 1 / R of the heads."""
         self.groups = replace(self.groups, context=group)
 
     def forward(self, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,7 +112,7 @@ class StateDecay(Layer):
         dt_bias, A_log, D = (local(parameter) for parameter in (self.dt_bias, self.A_log, self.D))
         if context is not None:
             dt_bias, A_log, D = (t.chunk(context.size)[context.rank] for t in (dt_bias, A_log, D))
-        # FSDP frees the gathered parameter, so the result must not be the parameter.
+        # FSDP frees the gathered parameter after this forward, so the result must be a copy.
         (copied,) = derive(self, "D", lambda: (D.clone(),))
         return *step_sizes(steps, A_log, dt_bias, self.limits), copied
 
@@ -132,8 +133,8 @@ class LigerMamba2(LinearAttention):
     The H heads, and the channels of B and C of all G groups, are divided into U units. For each unit, ``in_proj`` has
     the rows of the unit's gates, values, channels of B, channels of C, and step sizes (one row per head), in this
     order. The rows of ``conv_weight`` are also grouped by unit, but cover only values, B and C. Each of R ranks has
-    some of the units. If there are more ranks than groups, several ranks share a group. After the convolution, these
-    ranks exchange the group's B and C.
+    1 / R of the units. If there are more ranks than groups, several ranks share a group. These ranks gather all
+    channels of the group's B and C after the convolution.
 
     Args:
         hidden_size: width of the input.
@@ -145,13 +146,12 @@ class LigerMamba2(LinearAttention):
         layer: index of the layer, and of its slot in the decode cache.
         eps: eps of the gated norm.
         bias: whether the projections have biases.
-        out_bias: whether the output projection has a bias; if None, ``bias`` decides.
+        out_bias: whether the output projection has a bias; None for the value of ``bias``.
         conv_bias: whether the convolution has a bias.
         limits: the smallest and the largest step size.
-        initial_steps: the smallest and the largest step size that a new model draws, and a lower bound that drawn step
-            sizes are clamped to.
+        initial_steps: as in `StateDecay`.
         gate_first: whether the gate multiplies the values before the norm; None for a gate without a norm.
-        multipliers: numbers by which the gate, the values, B, C and the step sizes are multiplied.
+        multipliers: factors by which the gate, the values, B, C and the step sizes are multiplied.
         kernel: False runs plain PyTorch instead of a kernel.
 
     Raises:
@@ -216,7 +216,7 @@ class LigerMamba2(LinearAttention):
         """Return the number of units, and the number of rows of each part in a unit.
 
         All units have the same number of heads and the same number of channels of B and C. The number of units is the
-        largest with which this is possible.
+        largest number for which this is possible.
         """
         channels = num_groups * state_size
         units = math.gcd(num_heads, channels)
@@ -274,7 +274,7 @@ class LigerMamba2(LinearAttention):
         sizes = self.sizes[1:4]
         gate, values, steps = self.split(projected, (self.sizes[:1], sizes, self.sizes[4:]), self.multipliers)
 
-        # With a bias, the outputs of the convolution for padding are not 0.
+        # If the convolution has a bias, its outputs for padding are not 0, so they are set to 0.
         conv_state, state = (None, None) if states is None else states
         convolved, conv_state = self.convolve(values, sizes, conv_state, options)
         if padding is not None:
@@ -297,7 +297,7 @@ class LigerMamba2(LinearAttention):
 
     def _own_groups(self, convolved: Tensor, widths: list[int]) -> tuple[Tensor, int]:
         """Replace this rank's channels of B and C by all channels of the groups to which the rank's heads belong.
-        Returns the new tensor and the number of these groups."""
+        Return the new tensor and the number of these groups."""
         ranks = self.ranks
         if ranks is None or self.num_groups % ranks.size == 0:
             return convolved, widths[1] // self.state_size

@@ -22,10 +22,10 @@ class LigerQKNormAttention(LigerAttention):
 
     Args:
         norm: function that returns a `LigerRMSNorm` of a given width. Fused ops read the weight and the constants of
-            the norm. The norm is called only if it has hooks or was replaced.
+            the norm. The norm itself is called only if it has hooks or was replaced.
         whole_projection: whether to normalize all heads together (OLMo 2) instead of each head separately (Qwen3, Gemma
             3).
-        clip: limit to which the absolute values of q, k and v are clipped after the norms; None for no limit. It
+        clip: limit to which the absolute values of q, k and v are clipped after the norms; None for no limit. A limit
             requires ``whole_projection``.
         Others: as in `LigerAttention`.
 
@@ -56,8 +56,8 @@ class LigerQKNormAttention(LigerAttention):
                 )
         self.whole_projection, self.clip = whole_projection, clip
         self.mean_group: Group | None = None
-        """The process group over whose heads the norms take the mean of squares; None for the mean over this rank's
-        heads alone."""
+        """The process group over which the norms average squares, because each rank has a part of the heads; None if
+        the norms use only this rank's heads."""
 
     def shard(self, group: Group) -> dict[str, int]:
         """See `LigerAttention.shard`. If a norm covers all heads, its mean of squares covers the heads of all ranks."""
@@ -68,7 +68,7 @@ class LigerQKNormAttention(LigerAttention):
             self.q_norm.group = self.k_norm.group = group
             return dims
         self.mean_group = group
-        self.q_norm.group = self.k_norm.group = None  # their weights are also sharded
+        self.q_norm.group = self.k_norm.group = None  # the weights of the norms are also sharded
         return {**dims, "q_norm.weight": 0, "k_norm.weight": 0}
 
     def shard_tokens(self, group: Group) -> None:
@@ -94,8 +94,8 @@ class LigerQKNormAttention(LigerAttention):
         )  # fmt: skip
 
     def _reads_norms(self) -> bool:
-        """Whether both norms are plain and have the same constants, so that a fused op may read their weights instead
-        of calling them."""
+        """Whether both norms have no hooks, no other forward and the same constants. A fused op may then read their
+        weights instead of calling the modules."""
         q, k, plain = self.q_norm, self.k_norm, LigerRMSNorm.forward
         if type(q).forward is not plain or type(k).forward is not plain or is_hooked(q) or is_hooked(k):
             return False
@@ -117,8 +117,8 @@ class LigerQKNormAttention(LigerAttention):
         return q, k, v
 
     def _split_unfused(self, qkv: Tensor, layout: BatchLayout, group: Group | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the result of `_split` in separate steps, with norms over all heads. If ``clip`` is set, clip q, k
-        and v.
+        """Compute the result of `_split` in separate steps. Each norm covers all heads. If ``clip`` is set, q, k and v
+        are clipped.
 
         If ``group`` is given, each rank has a part of the heads, so the means of squares are averaged over the ranks.
         """
@@ -134,9 +134,8 @@ class LigerQKNormAttention(LigerAttention):
         results = []
         for norm, x, mean, like in zip((self.q_norm, self.k_norm), wide, means.split(1, -1), heads, strict=True):
             weight = norm.local_weight(qkv)
-            if group is not None and self.groups.context is not None:  # replicated
-                # Context parallelism shards tokens, so each rank has the weights of all heads, and takes the weights of
-                # its heads.
+            if group is not None and self.groups.context is not None:
+                # Context parallelism does not shard the weights of the norms, so take the weights of this rank's heads.
                 weight = weight.chunk(group.size)[group.rank]
             normed = scale_normed(
                 x * torch.rsqrt(mean + norm.eps), weight, like.dtype, norm.offset, norm.scale_in_fp32
@@ -152,8 +151,8 @@ class LigerQKNormAttention(LigerAttention):
 class LigerGatedAttention(LigerQKNormAttention):
     """`LigerQKNormAttention` whose output is multiplied by the sigmoid of a gate from the packed projection.
 
-    The rows of ``qkv_proj`` are grouped by KV head. Each group has, in this order, the rows of the query heads that
-    share the KV head, the rows of these heads' gates, the rows of the key, and the rows of the value.
+    The rows of ``qkv_proj`` are grouped by KV head. Each group has the rows of the query heads that share the KV head,
+    the rows of these heads' gates, the rows of the key, and the rows of the value, in this order.
 
     Args: as in `LigerQKNormAttention`.
     """
@@ -164,7 +163,7 @@ class LigerGatedAttention(LigerQKNormAttention):
         self.qkv_proj = nn.Linear(hidden_size, 2 * (num_heads + num_kv_heads) * head_dim, bias=bias)
 
     def _mix(self, qkv: Tensor, layout: BatchLayout) -> Tensor:
-        # After removal of the gates, the remaining columns have the layout of `LigerAttention`.
+        # Without the columns of the gates, the projection has the layout of `LigerAttention`.
         queries = self.num_heads // self.num_kv_heads
         groups = qkv.unflatten(-1, (self.num_kv_heads, -1, self.head_dim))  # [B, T, G, 2 H / G + 2, D]
         q, gate, kv = groups.split([queries, queries, 2], 3)
