@@ -16,13 +16,13 @@ from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
 class Block(nn.Module):
-    """The methods that create the layers of a block. By default, these methods create the same layers as in Llama.
+    """Methods that create the layers of a block. The default implementations create the layers of Llama.
 
-    A derived class overrides the methods or the constants for layers that differ from Llama's.
+    For a layer that differs from Llama's, a derived class overrides the method or the constant.
     """
 
     attention_class: ClassVar[Any] = LigerAttention
-    """The class of the attention. It must have a method like `LigerAttention.from_config`."""
+    """The class of the attention. The class must have a method like `LigerAttention.from_config`."""
 
     def norm_factory(self, config: Any, kernels: KernelOptions) -> Callable[[int], nn.Module]:
         """Return a function that creates a norm of a given width."""
@@ -67,7 +67,8 @@ class PreNormBlock(Block):
         Return ``(x, residual)`` for the next block, and the router logits if there are any.
         """
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        # `layout.experts` holds experts that replace the router's choice; it is empty for a dense MLP.
+        # `layout.experts` holds experts that replace the router's choice. It is empty for a dense MLP, and if the
+        # router chooses.
         outputs: tuple[Tensor, ...] = self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
         return outputs
 
@@ -112,7 +113,7 @@ class SandwichNormBlock(Block):
     def forward(self, x: Tensor | None, residual: Tensor, layout: BatchLayout) -> tuple[Tensor, Tensor]:
         """Run the block on ``residual + x`` [B, T, C]. Return ``(x, residual)`` for the next block."""
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        # The output of each branch, [B, T, C], is normalized before it is added to the residual stream.
+        # The output of each sublayer, [B, T, C], is normalized before it is added to the residual stream.
         x = self.post_attention_layernorm(x)
         x, residual = self.mlp.add_norm(self.pre_feedforward_layernorm, x, residual)
         return self.post_feedforward_layernorm(x), residual

@@ -1,18 +1,18 @@
 """Compilation of a training step's Triton kernels in parallel, before the first step launches them.
 
 Triton compiles a kernel at its first launch, so the kernels of the first step would be compiled one after the other.
-`compile_ahead` first runs the step on tensors without values, and records the kernels that the step launches. The
-recording takes a few milliseconds per block, and no memory on the GPU. Threads then compile and load these kernels in
-parallel, while the real step begins. A launch waits if its kernel is still being compiled. Threads can compile at the
-same time, because Triton's compiler releases Python's global lock.
+`compile_ahead` first runs the step on fake tensors, which have no values, and records the kernels that the step
+launches. The recording takes a few milliseconds per block, and no memory on the GPU. Threads then compile and load
+these kernels in parallel, while the real step begins. A launch waits if its kernel is still being compiled. The threads
+compile at the same time, because Triton's compiler releases Python's global interpreter lock.
 
-If the step cannot run on tensors without values, nothing is compiled ahead: Triton compiles each kernel at its first
-launch, with the same results.
+If the step cannot run on fake tensors, some kernels are not recorded. Triton then compiles these kernels at their first
+launch. The results are the same.
 
 `compile_early` starts the compilation before the model has weights, for a caller who knows the shape of the batches.
 
-Triton keeps compiled kernels on the disk. When all kernels of a model are compiled, a marker file for the model's
-settings is created beside the kernels. Later processes find this file and do not record the step again.
+Triton keeps compiled kernels in a cache on the disk. When all kernels of a model are compiled, a marker file for the
+model's settings is created in this cache. If a later process finds the marker file, it does not record the step again.
 """
 
 import copy
@@ -45,7 +45,7 @@ from liger_models.layers.recompute import is_compiled, is_hooked
 LOG = logging.getLogger(__name__)
 
 _done: WeakSet[nn.Module] = WeakSet()
-"""The models whose kernels were compiled ahead, or will never be compiled ahead."""
+"""The models that `compile_ahead` ignores: their kernels are already compiled ahead, or must not be compiled ahead."""
 
 _optimizers: WeakSet[Any] = WeakSet()
 """The optimizers whose kernels are compiled together with the kernels of a step."""
@@ -75,8 +75,9 @@ Kernels = dict[tuple[Any, int, str], Launch]
 def compile_ahead(model: nn.Module, embeds: Tensor, layout: Any, options: Mapping[str, Any]) -> None:
     """Start to compile the kernels of ``model.run(embeds, layout, **options)`` and its backward.
 
-    Only the first call of this function for a model has an effect. The step must run on an NVIDIA GPU, with gradients
-    and without a decode cache. The model must have plain parameters, must have no hooks, and must not be distributed.
+    Only the first call of this function for a model has an effect. Nothing is compiled ahead unless the step runs on an
+    NVIDIA GPU, with gradients and without a decode cache. Nothing is compiled ahead either if the model has hooks, has
+    parameters of other tensor classes, or is distributed.
 
     Args:
         model: the `Decoder`.
@@ -86,7 +87,7 @@ def compile_ahead(model: nn.Module, embeds: Tensor, layout: Any, options: Mappin
         return
     if model in _early:
         _early.pop(model).join()
-    if model in _done or not _has_kernels() or layout.cache is not None:  # tensors without values would be cached
+    if model in _done or not _has_kernels() or layout.cache is not None:  # fake tensors would be cached
         return
     if not _runs_on_fakes(model, embeds, options):
         return
@@ -98,7 +99,7 @@ def compile_ahead(model: nn.Module, embeds: Tensor, layout: Any, options: Mappin
     try:
         with torch.random.fork_rng([embeds.device]):
             record_step(model, embeds, layout, options, kernels)
-    except Exception:  # the kernels of the step's first part are compiled anyway
+    except Exception:  # the kernels that were recorded before the exception are compiled anyway
         LOG.debug("The step does not run on tensors without values.", exc_info=True)
     LOG.debug("%d kernels are compiled ahead.", len(kernels))
     if len(kernels) > 1:
@@ -110,7 +111,7 @@ def compile_with_steps(optimizer: Any) -> None:
 
     Args:
         optimizer: an optimizer with a method ``launch``. This method takes parameters, creates placeholder tensors, and
-            launches on them the kernels that would update the parameters.
+            launches the kernels of a parameter update on the placeholder tensors.
     """
     _optimizers.add(optimizer)
 
@@ -118,8 +119,9 @@ def compile_with_steps(optimizer: Any) -> None:
 def compile_early(model: Any, shape: tuple[int, int], device: torch.device) -> None:
     """Start to compile the kernels of a training step on packed text, while the weights of the model are being read.
 
-    A thread records the step. If the recording fails, `compile_ahead` records the first step when it begins. If a layer
-    has dropout, the function does nothing, because a thread must not set the states of random number generators.
+    A thread records the step. If the recording fails, `compile_ahead` records the first step when this step begins. If
+    a layer has dropout, the function does nothing, because a thread must not set the states of random number
+    generators.
 
     Args:
         model: the `Decoder` on the meta device, with the dtypes, adapters and policies of the training.
@@ -219,10 +221,10 @@ def record_step(
 ) -> None:
     """Record the kernels of ``model.run(embeds, layout, **options)``, its backward and the optimizer step.
 
-    The step runs on tensors without values. Neither the model nor its gradients change.
+    The step runs on fake tensors. Neither the model nor its gradients change.
 
     Args:
-        device: the device of parameters and embeddings that are on the meta device.
+        device: the device that replaces the meta device of parameters and embeddings.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # imports torch's compiler, which takes a second
     from torch.nn.utils.stateless import _reparametrize_module
@@ -236,8 +238,7 @@ def record_step(
             leaf = mode.from_tensor(tensor.detach())
         return leaf.requires_grad_(tensor.requires_grad)
 
-    # The caller's hooks on saved tensors must not see tensors without values. Autograd calls only the innermost
-    # hooks.
+    # The caller's hooks on saved tensors must not see fake tensors. Autograd calls only the innermost hooks.
     no_hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with mode, _Implementations(), recording(kernels), torch.enable_grad(), no_hooks:
         # A parameter that has several names becomes one fake tensor.
@@ -284,8 +285,8 @@ class _Implementations(TorchDispatchMode):
 
 @contextmanager
 def recording(kernels: Kernels) -> Iterator[None]:
-    """Return a context manager in which a launch on fake tensors runs no kernel. If its kernel is not compiled yet, the
-    launch adds the kernel to ``kernels``. Launches on other tensors run as usual, in all threads."""
+    """Context manager within which a launch on fake tensors runs no kernel. If the kernel of the launch is not compiled
+    yet, the kernel is added to ``kernels``. Launches on other tensors run as usual, in all threads."""
     from torch._subclasses import fake_tensor
     from triton import knobs
     from triton.runtime import jit
@@ -358,8 +359,9 @@ def compile_all(kernels: Kernels, *, submitted: threading.Event | None = None, i
 
     Args:
         kernels: the kernels, on any number of devices.
-        submitted: event that is set when the kernels of the first device have been submitted.
-        ignore_errors: if True, a failed compilation raises no error here; the launch of the kernel raises it.
+        submitted: event that is set when the kernels of the first device have been submitted to the threads.
+        ignore_errors: if True, this function raises no error if a compilation fails. The launch of the kernel then
+            raises the error.
     """
     from triton import AsyncCompileMode
 
@@ -369,8 +371,8 @@ def compile_all(kernels: Kernels, *, submitted: threading.Event | None = None, i
             for (kernel, _, key), launch in slowest_first:
                 if launch.device == device:
                     future = kernel.preload(launch.specialization)
-                    # Before version 3.7, Triton keeps a kernel only once it is compiled, so a launch would not wait for
-                    # it.
+                    # Before version 3.7, Triton stores only compiled kernels in this cache, so a launch would not wait
+                    # for a kernel that is still being compiled.
                     kernel.device_caches[device][0].setdefault(key, future)
             if submitted is not None:
                 submitted.set()
@@ -378,7 +380,7 @@ def compile_all(kernels: Kernels, *, submitted: threading.Event | None = None, i
     slowest_first = sorted(kernels.items(), key=lambda item: -num_products(item[0][0]))
     with _parsing_in_turn(), ThreadPoolExecutor(compile_threads()) as pool:
         # Each device has its own `AsyncCompileMode`, because a mode loads a kernel only on the first device that needs
-        # it. Each mode has its own context, because an interrupted mode stays active in its context.
+        # it. Each mode runs in its own copy of the context variables, where it stays active if it is interrupted.
         for device in sorted({launch.device for launch in kernels.values()}):
             copy_context().run(compile_for, device)
 
@@ -398,8 +400,9 @@ def num_products(function: Any, *callers: Any) -> int:
 class _Threads(NamedTuple):
     """An executor for `triton.AsyncCompileMode`. Its threads compile kernels and also load them.
 
-    Without this executor, Triton loads a kernel at its first launch, and versions before 3.7 also compile a C function
-    that launches the kernel. This takes about 0.1 s per kernel, so a step with 30 kernels would wait for seconds.
+    Without this executor, Triton loads a kernel at its first launch. Before version 3.7, Triton then also compiles a C
+    function that launches the kernel. Loading takes about 0.1 s per kernel, so a step with 30 kernels would wait for
+    seconds.
 
     Attributes:
         pool: the threads.
@@ -414,7 +417,7 @@ class _Threads(NamedTuple):
 
     def _compile_and_load(self, compile_kernel: Callable[[], Any]) -> Any:
         kernel = compile_kernel()
-        # If loading fails here, it fails again at the launch, which raises the error.
+        # Errors are ignored here: if loading fails, the launch loads the kernel again and raises the error.
         with suppress(Exception), torch.cuda.device(self.device):
             _ = kernel.run
         return kernel
@@ -422,7 +425,7 @@ class _Threads(NamedTuple):
 
 @contextmanager
 def _parsing_in_turn() -> Iterator[None]:
-    """Return a context manager in which only one thread at a time parses a kernel.
+    """Context manager within which only one thread at a time parses a kernel.
 
     Python may raise "AST constructor recursion depth mismatch" if two threads parse at the same time (cpython#106905).
     """

@@ -117,11 +117,10 @@ class DecoderConfig(BaseConfig):
     """Values of ``hidden_act`` that the architecture supports."""
 
     rope_aliases: ClassVar[Mapping[str, str]] = {}
-    """Maps the rope type names in config.json files of this architecture to the rope types that the names mean.
-    """
+    """Maps a ``rope_type`` in this architecture's config.json to the rope type that this architecture means by it."""
 
     layer_kinds: ClassVar[tuple[str, ...]] = LAYER_TYPES
-    """Values that ``layer_types`` may hold, if the config has this field."""
+    """Values that the field ``layer_types`` may contain, if the config has this field."""
 
     original_length: ClassVar[int | None] = None
     """Default of the top-level key ``original_max_position_embeddings`` of config.json. None means that there is no
@@ -196,7 +195,8 @@ class RMSNormDecoderConfig(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LateWindowDecoderConfig(RMSNormDecoderConfig):
-    """`RMSNormDecoderConfig` of a decoder that may have attention windows in layers from ``max_window_layers`` on."""
+    """`RMSNormDecoderConfig` of a decoder in which layers with an index of at least ``max_window_layers`` may have
+    attention windows."""
 
     use_sliding_window: bool = False
     sliding_window: int | None = 4096
@@ -210,8 +210,8 @@ class LateWindowDecoderConfig(RMSNormDecoderConfig):
 
 
 class GroupedExperts:
-    """Methods for the config of a model whose first layers are dense, and whose later layers choose experts only from
-    the best groups of experts."""
+    """Config methods of a model whose first layers are dense and whose later layers have experts in groups. The router
+    chooses experts only from the groups with the highest scores."""
 
     @property
     def routing(self: Any) -> Routing:
@@ -260,7 +260,7 @@ class LatentDecoderConfig(RMSNormDecoderConfig):
 
     @property
     def attention_scale(self) -> float:
-        """The number by which attention multiplies q·k. With YaRN, this number also depends on ``mscale_all_dim``."""
+        """The factor by which attention multiplies q·k. With YaRN, the factor also depends on ``mscale_all_dim``."""
         scale: float = self.head_size**-0.5
         if not isinstance(self.rope_scaling, YarnScaling):
             return scale

@@ -20,7 +20,7 @@ class LigerEmbedding(nn.Embedding, Layer):
         num_embeddings, embedding_dim: V and C.
         padding_idx: token id whose row is 0 in a new model and gets no gradient from the lookup; −1 stands for the last
             row. A head that is tied to the embedding still trains this row. If ``padding_idx`` is None or outside the
-            table, there is no such row.
+            vocabulary, no row is treated in this way.
         scale: multiplier of the embeddings (Gemma). The multiplier is first rounded to the dtype of the weight. None
             for 1.
 
@@ -42,8 +42,8 @@ class LigerEmbedding(nn.Embedding, Layer):
         """This rank's shard of the vocabulary; None if it is not sharded."""
 
     def reset_parameters(self) -> None:
-        """Draw the weight from a normal distribution, except on the meta device, where drawing would import a
-        compiler."""
+        """Draw the weight from a normal distribution. A weight on the meta device is not drawn, because drawing would
+        import PyTorch's compiler."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
@@ -99,7 +99,7 @@ def resize_rows(embedding: nn.Embedding | nn.Linear, count: int) -> None:
 
 @torch.no_grad()
 def zero_padding_row(embedding: nn.Embedding) -> None:
-    """Set the row of ``padding_idx``, if there is one, to 0. The weight may be sharded."""
+    """Set the row of ``padding_idx`` to 0 unless ``padding_idx`` is None. The weight may be sharded."""
     if embedding.padding_idx is None:
         return
     weight: Any = embedding.weight

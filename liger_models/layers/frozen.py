@@ -15,7 +15,7 @@ holds the tensors for ``gate_up_weight`` and for ``down_weight``, under these na
     layer.stored.gate_up_weight.scales                 [X, bytes of an expert's scales]
     layer.stored.gate_up_weight.factors      ...       NF4 [X, bytes of an expert's factors]
 
-If the experts are too few for `apply_fsdp` to give one to every rank, the codes are sharded along O instead of X.
+If `apply_fsdp` can't give at least one expert to every rank, the codes are sharded along O instead of X.
 
 `apply_fsdp` shards each tensor along its first dimension, and gathers all tensors before the weight is used, so the
 weight does not depend on the number of ranks. After `apply_tp`, each rank uses its own slice without gathering.
@@ -38,16 +38,16 @@ from liger_models.layers.linear import is_sharded, local, sharded_as
 
 
 class FrozenParameters(nn.Module):
-    """The format and shape of a frozen weight, and parameters that hold the bytes of all its tensors except the codes.
+    """The format and shape of a frozen weight, and parameters with the bytes of the weight's tensors except the codes.
 
     `freeze` adds an instance of this class to a layer. In all methods, the argument ``codes`` is the layer's parameter
     that holds the codes.
 
     Args:
-        weight: the weight, with which the parameters share memory. It is on the meta device if the layer is loaded
-            later.
-        like: a dense weight that `apply_ep` has sharded. If it is given, ``weight`` has only this rank's experts;
-            otherwise ``weight`` is the whole weight.
+        weight: the weight, with which the parameters share memory. If the layer is loaded later, the weight is on the
+            meta device.
+        like: a dense weight that `apply_ep` has sharded. ``weight`` then has only this rank's experts. If ``like`` is
+            None, ``weight`` is the whole weight.
     """
 
     def __init__(self, weight: FrozenWeight, like: Tensor | None = None) -> None:
@@ -62,7 +62,7 @@ class FrozenParameters(nn.Module):
         # dtype.
         self._quantized_dtype, self._quantized_layout = weight.dtype, self.layout
         self._statistics: Tensor | None = None
-        """[n, m], the result of `Format.quantize_part` for this rank. It is kept until `finish` has used it."""
+        """[n, m], the statistics that `Format.quantize_part` returned for this rank; None after `finish`."""
         self._views: dict[str, tuple[torch.dtype, bool]] = {}
         """Maps the name of each tensor to (its dtype, whether it has one dimension)."""
         for name, parameter in self._as_parameters(self.format.pack(weight)).items():
@@ -158,7 +158,7 @@ class FrozenParameters(nn.Module):
                     f"parallelism, {self.format.remedy}, or apply_fsdp alone."
                 )
 
-        # Make new parameters. If they are split into equal parts, each part is the slice of one rank.
+        # Rearrange the tensors so that an equal split of each new parameter gives every rank its slice.
         tensors = self.format.pack(self.whole(getattr(layer, attribute)))
         tensors, self.layout, dims = self.format.slices(tensors, self.shape, self.layout, dim, ranks)
         parameters = self._as_parameters(tensors)
@@ -183,17 +183,17 @@ class FrozenParameters(nn.Module):
         """
         first, count = offset_of(codes)[0], len(local(codes))
 
-        # In some formats, the ranks quantize a matrix together: each rank computes its codes now, and the rest in
-        # `finish`.
+        # In some formats, the ranks quantize a matrix together: each rank computes its codes now. `finish` computes the
+        # other tensors.
         if self.format.in_common and len(self.shape) == 2:
             numbers = self._numbers(codes, read)
             rank_codes, self._statistics = self.format.quantize_part(numbers, self._quantized_layout)
             local(codes).copy_(rank_codes.view(torch.uint8))
             return
 
-        # A rank with whole experts quantizes them together. A rank with a part of every expert reads and quantizes one
-        # whole expert at a time. A rank without experts still quantizes zeros, to fill its part of the tensors that all
-        # experts share.
+        # A rank with whole experts quantizes all of them at once. A rank with a part of every expert reads and
+        # quantizes one whole expert at a time. A rank without experts quantizes zeros, because it must still fill its
+        # part of the tensors that all experts share.
         has_sliced_experts = len(self.shape) == 3 and local(codes).shape[1] < codes.shape[1]
         step = 1 if has_sliced_experts else max(count, 1)
         parameters: dict[str, Any] = {"codes": codes, **self._parameters}
@@ -259,7 +259,7 @@ class FrozenParameters(nn.Module):
             return
         statistics, self._statistics = self._statistics, None
 
-        # Gather the statistics, which are sharded in the same way as the scales.
+        # Gather the statistics of all ranks. They are sharded in the same way as the scales.
         sharded: Any = self.scales
         if is_sharded(sharded):
             own_bytes = statistics.view(torch.uint8).to(sharded.device_mesh.device_type)
@@ -282,7 +282,7 @@ def freeze(layer: nn.Module, name: str, weight: FrozenWeight) -> None:
     Args:
         layer: a linear layer, or a layer with routed experts.
         name: name of the parameter: "weight", or the name of the experts' matrices, which may be sharded by `apply_ep`.
-        weight: the whole weight, or this rank's experts.
+        weight: the whole weight or, if the parameter is sharded, only this rank's experts.
     """
     former = layer._parameters.get(name)
     frozen = FrozenParameters(weight, former if is_sharded(former) else None)
@@ -368,7 +368,8 @@ def offset_of(parameter: Any) -> tuple[int, ...]:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """View a tensor as bytes. A tensor [rows] becomes [rows, bytes per element]; other tensors keep their shape."""
+    """View a tensor as bytes. A tensor [rows] becomes [rows, bytes per element]. In any other tensor, the size of the
+    last dimension is multiplied by the bytes per element."""
     tensor = tensor.detach()
     return (tensor[:, None] if tensor.dim() == 1 else tensor).contiguous().view(torch.uint8)
 

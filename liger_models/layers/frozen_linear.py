@@ -20,7 +20,7 @@ class FrozenLinear(nn.Linear, Layer):
     """
 
     is_low_rank = True
-    """True, because fused ops can compute the layer: they take the weight as a `FrozenWeight`."""
+    """Whether fused ops can compute the layer: they take the weight as a `FrozenWeight`. See `is_fusible`."""
     stored: FrozenParameters
     parallel_kinds: ClassVar[dict[type, type[PartialLinear]]] = {}
     """Maps each class of parallel layers to its version for a frozen weight. `PartialLinear.of` converts a

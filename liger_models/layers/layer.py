@@ -1,5 +1,5 @@
-"""The base class of layers. Code that handles all kinds of layers calls the methods of this class, and does not check
-which class a layer has.
+"""The base class of layers. Code that handles all layers calls the methods of this class, and never checks which class
+a layer has.
 """
 
 from collections.abc import Iterator
@@ -22,14 +22,12 @@ class AttentionSpec(NamedTuple):
             values.
         rotary: name of the rotary embedding that rotates queries and keys; None for no rotation.
         window: number of tokens that a token attends to, including itself; None for all.
-        needs_mask: whether the kernel needs a mask even if each token attends to itself and all earlier tokens, as
-            attention with a softcap does.
+        needs_mask: whether the kernel needs a mask even for plain causal attention, as attention with a softcap does.
         pair_flops: number of floating-point operations in the forward for each pair of a query and a visible key.
         needs_flash: like ``needs_mask``, but only on accelerators and only for dtypes other than half precision, as
             attention with sinks does.
-        takes_pages: whether, in a decoding step, keys and values may be pages of a `PagedCache`.
-        caches_latents: whether the decode cache has one row per token, and keys and values are computed from these
-            rows.
+        takes_pages: whether the layer can read keys and values from pages of a `PagedCache` in a decoding step.
+        caches_latents: whether the decode cache holds one vector per token, from which keys and values are computed.
         chunk: number of tokens per chunk, if tokens attend only to their own chunk of a document; otherwise None.
     """
 
@@ -58,24 +56,24 @@ class Layer(nn.Module):
     """A module whose methods define how the module is recomputed, how it is sharded, and how its weights are
     initialized.
 
-    The defaults suit a layer that has no parameters and recomputes nothing. Modules that are not a `Layer` are treated
-    as if they had these defaults, or are rejected where these defaults would silently produce wrong results. For
+    The defaults suit a layer that has no parameters and recomputes nothing. A module that is not a `Layer` is treated
+    as if it had these defaults. Where the defaults would silently produce wrong results, such a module is rejected. For
     example, `apply_tp` rejects modules with parameters whose gradients would not be summed.
     """
 
     replayable: bool = True
     """Whether a second forward gives the same result.
 
-    It is False for routed experts. Blocks with such a layer are not recomputed as a whole.
+    Routed experts set this attribute to False. A block with such a layer is not recomputed as a whole.
     """
     recurrent: bool = False
-    """Whether decoding keeps a state that summarizes all earlier tokens. Padding after a prompt would enter such a
-    state."""
+    """Whether the decode cache keeps a state of the layer that summarizes all earlier tokens. Padding after a prompt
+    would change such a state."""
     needs_bounds: bool = False
     """Whether the layer reads `BatchLayout.bounds`, the boundaries of packed documents."""
     batch_invariant: bool = True
-    """Whether, within `batch_invariant`, the result for a token is independent of other rows of the batch.
-    """
+    """Whether the result for a token is independent of the batch's other rows within the context manager
+    `batch_invariant`."""
     needs_images: bool = False
     """Whether the layer is skipped for text without images."""
     active_share: float = 1.0
@@ -83,7 +81,7 @@ class Layer(nn.Module):
     num_experts.
     """
     token_flops: int = 0
-    """Floating-point operations per token in the forward, not counting products with weights and `attention`.
+    """Floating-point operations per token in the forward, except those of products with weights and of `attention`.
     """
     adapted: tuple[str, ...] = ()
     """Names of the layer's own parameters that have adapters. The adapters are in the submodule ``lora``.
@@ -91,7 +89,7 @@ class Layer(nn.Module):
     linears: tuple[str, ...] = ()
     """Names of the layer's linear layers whose products may be computed in another dtype (float8)."""
     router: nn.Module | None = None
-    """The module that routes tokens to experts, or None. It may be just a linear layer."""
+    """The module that routes tokens to experts, such as a linear layer; None for a layer without experts."""
     top_k: int = 0
     """Number of experts that a token passes through, for a layer with a router."""
     num_experts: int = 0
@@ -103,14 +101,14 @@ class Layer(nn.Module):
     groups: ParallelGroups = ParallelGroups()
     """The process groups that the layer is distributed over."""
     wide: tuple[str, ...] = ()
-    """Names of the layer's own parameters that stay in fp32 even if the model is in half precision. If there are such
-    parameters, the layer has no other parameters, and reads these parameters only in its forward, because FSDP2 gathers
-    them as a separate group.
+    """Names of the layer's own parameters that stay in fp32 even if the model is in half precision. A layer with such
+    parameters has no other parameters, and reads its parameters only in its forward, because FSDP2 gathers them as a
+    separate group.
     """
 
     overrides_forward: bool = False
-    """Whether the class overrides ``forward`` but not ``_add_norm``. The inherited ``_add_norm`` must then not be used,
-    because it does not call ``forward``. The attribute is set when a class is derived.
+    """Whether the class overrides ``forward`` but not ``_add_norm``. If so, the inherited ``_add_norm`` must not be
+    used, because it does not call ``forward``. Deriving a class sets this attribute.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -134,7 +132,7 @@ class Layer(nn.Module):
 
     @property
     def attention(self) -> AttentionSpec | None:
-        """What a self-attention layer over the text requires; None for all other layers."""
+        """The `AttentionSpec` of a layer with self-attention over the text; None for all other layers."""
         return None
 
     def set_policy(self, policy: str) -> None:
@@ -150,8 +148,8 @@ class Layer(nn.Module):
         """Return the fraction of the forward's operations that the backward repeats under a policy.
 
         The fraction applies to the layer and to its submodules, except for submodules that return their own fraction.
-        None means that the layer recomputes nothing by itself: the operations of this layer are repeated only if the
-        whole block is recomputed.
+        None means that the layer recomputes nothing by itself. Its operations are then repeated only if the whole block
+        is recomputed.
         """
         return None
 
@@ -177,7 +175,7 @@ class Layer(nn.Module):
     def shard_experts(self, group: Group) -> dict[str, int]:
         """Keep 1 / R of the experts on each of R ranks (expert parallelism).
 
-        Returns the same kind of result as `shard`.
+        The result has the same form as the result of `shard`.
         """
         return {}
 
@@ -206,8 +204,8 @@ class Layer(nn.Module):
         """Initialize the layer's own parameters; ``std`` is the config's ``initializer_range``.
 
         Returns:
-            Whether the layer has initialized its own parameters. If not, its ``reset_parameters`` is called, after the
-            ``reset_parameters`` of its submodules.
+            Whether the layer has initialized its own parameters. If not, the caller calls the layer's
+            ``reset_parameters`` after the ``reset_parameters`` of its submodules.
         """
         return False
 
@@ -227,7 +225,7 @@ class Layer(nn.Module):
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
-    """Return the same as ``list(module.modules())``, but much faster. Decoding needs this list for every prompt."""
+    """Return ``list(module.modules())``, but compute the list much faster. Decoding needs the list for every prompt."""
     found: dict[nn.Module, None] = {}
 
     def add(current: nn.Module) -> None:

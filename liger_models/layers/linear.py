@@ -2,8 +2,9 @@
 
 A layer that can be sharded implements `Layer.shard`, which turns the layer into one rank's shard and returns the
 dimension along which each parameter is sharded. `liger_models.parallel.apply_tp` then shards these parameters and
-replicates all others. All parameters become DTensors. Code that reads a parameter directly must call `local`. If each
-rank computes the gradient of a replicated parameter from only its own tokens, the code must call `replicated` instead.
+replicates all others. All parameters become DTensors, so code that reads a parameter directly must call `local`. If
+each rank computes the gradient of a replicated parameter only from its own tokens, the code must call `replicated`
+instead.
 
 Source: https://arxiv.org/abs/1909.08053.
 """
@@ -57,8 +58,8 @@ def sharded_as(like: Any, part: Tensor, shape: torch.Size | None = None) -> Tens
 
 
 def copy_into(parameter: Tensor, values: Tensor) -> None:
-    """Copy values into a parameter. If the parameter is sharded, the first rank's ``values`` are copied to the shards
-    of all ranks."""
+    """Copy values into a parameter. If the parameter is sharded, each rank's shard gets its part of the first rank's
+    ``values``."""
     if is_sharded(parameter):
         from torch.distributed.tensor import distribute_tensor  # slow to import
 
@@ -104,14 +105,15 @@ class PartialLinear(nn.Linear, Layer):
         Raises:
             ValueError: ``linear`` is any other module that wraps or replaces a linear layer, or it has hooks.
         """
-        # A layer with adapters or a frozen weight keeps them: its class lists the parallel class to convert to.
+        # A layer with adapters or a frozen weight is converted to a parallel class that keeps them. The layer's
+        # `parallel_kinds` lists this class.
         kinds: dict[type, Any] = {cls: cls} if type(linear) is nn.Linear else getattr(linear, "parallel_kinds", {})
         if cls not in kinds or (linear._forward_hooks or linear._forward_pre_hooks):
             raise ValueError(
                 f"{cls.__name__}: the layer must be an nn.Linear without hooks, got {type(linear).__name__}. Shard the "
                 "model first, and do not wrap or replace its linear layers, except by apply_lora."
             )
-        # The new layer takes over all attributes, so an optimizer still holds the same parameters.
+        # The new layer takes over all attributes, so the parameters stay the same objects for an optimizer.
         layer: Self = kinds[cls].__new__(kinds[cls])
         layer.__dict__ = dict(linear.__dict__)
         layer.group = group
@@ -173,6 +175,6 @@ def ranks_of(linear: nn.Linear) -> Group | None:
 def row_parallel(linear: nn.Linear) -> RowParallelLinear | None:
     """Return the layer itself if its input features are sharded over ranks; otherwise return None.
 
-    A caller that computes the returned layer in a fused op must then call the layer's ``sum``.
+    If a caller computes the product of the returned layer in a fused op, the caller must then call the layer's ``sum``.
     """
     return linear if isinstance(linear, RowParallelLinear) else None

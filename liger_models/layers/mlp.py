@@ -1,4 +1,4 @@
-"""Gated MLPs, which pack the gate and up projections into one, and the plain MLP of vision towers."""
+"""Gated MLPs, whose gate and up projections are packed into one, and an MLP without a gate."""
 
 import functools
 from typing import Any, Protocol
@@ -89,7 +89,7 @@ class GatedMLP(Layer):
         self.multipliers = (1.0, 1.0)
         """The multiplier of the gate before its activation, and the multiplier of the result."""
         self.parts = intermediate_size
-        """The number of parts that tensor parallelism divides among its ranks."""
+        """The width that tensor parallelism divides among its ranks."""
         self.recompute = False
         """Whether the backward recomputes gate and up (checkpointing policies "selective" and "full")."""
 
@@ -139,7 +139,8 @@ class GatedMLP(Layer):
         fused = None
         if self._fuses(residual) and not self._must_be_called():
             fused = FusedNorm(None) if norm is None else fused_norm(norm)
-        # The MLP is not fused if it has no kernel, or if the MLP, the norm or a projection must be called as a module.
+        # Nothing is fused if no kernel computes this MLP, or if the MLP, the norm or a projection must be called as a
+        # module.
         if fused is None:
             if recomputes(self):
                 residual, _ = add_norm(None, x, residual)  # only the sum is saved
@@ -152,8 +153,8 @@ class GatedMLP(Layer):
         return is_hooked(self) or type(self).forward not in (GatedMLP.forward, TiledMLP.forward)
 
     def _fused(self, fused: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Do the work of `add_norm` in one op."""
-        # If the inner width is sharded, the op returns this rank's partial sum, and the bias is added to the total of
+        """Compute the result of `add_norm` in one op."""
+        # If the intermediate size is sharded, the op returns this rank's partial sum. The bias is added to the sum over
         # all ranks.
         up_proj, down_proj = self.gate_up_proj, self.down_proj
         partial = row_parallel(down_proj)
@@ -165,7 +166,7 @@ class GatedMLP(Layer):
         )
         recipe = float8_recipe(up_proj, down_proj)
         options: dict[str, Any] = {"act": self.act, "recompute": self.recompute}
-        # In float8, the op also gets the weights in the rounded form in which FSDP has gathered them.
+        # In float8, the op also gets the weights that FSDP has gathered in float8, if there are any.
         if recipe:
             assert isinstance(gate_up, Tensor)
             assert isinstance(down, Tensor)
@@ -182,8 +183,8 @@ class GatedMLP(Layer):
                 down_low_rank=low_rank_of(down_proj, down.dtype),
             )  # fmt: skip
         if repeats():
-            # The recomputation stops inside this call if the backward needs no tensor of a later layer. If the
-            # recomputation goes on, the later layers need y.
+            # If the backward needs no tensor of a later layer, the recomputation stops inside this call. Otherwise, the
+            # later layers need y.
             y, residual = mlp(need_y=False)
             with torch.no_grad():
                 y.data.copy_(mlp()[0])  # autograd forbids in-place writes to one of several results
@@ -211,7 +212,7 @@ class LigerXIELU(Layer):
         self.constants = nn.Parameter(torch.empty(2), requires_grad=False)
         self.group: Group | None = None
         """Process group over which the gradients are all-reduced, because the group's ranks have different inputs; None
-        for no group.
+        if the gradients are not all-reduced.
         """
         self.draw(0.0)
 
@@ -228,12 +229,13 @@ class LigerXIELU(Layer):
         return True
 
     def shard(self, group: Group) -> dict[str, int]:
-        """Replicate the coefficients, which each rank applies to its own columns of the activation's input."""
+        """Replicate the coefficients. Each rank applies them to its own columns of the activation's input."""
         self.group = group
         return {}
 
     def coefficients(self) -> Tensor:
-        """Return the coefficients of `xielu`, [4] fp32, or fp64 for parameters in fp64."""
+        """Return the argument ``coefficients`` of `xielu`: the two coefficients, then β and ε. The result is [4] fp32,
+        or fp64 for parameters in fp64."""
         alphas, constants = local(self.alphas), local(self.constants)
         alphas = alphas if self.group is None else sum_gradient(alphas, self.group)
         wide = torch.promote_types(alphas.dtype, torch.float32)
@@ -243,7 +245,7 @@ class LigerXIELU(Layer):
 
 
 class LigerMLP(Layer):
-    """``fc2(act(fc1(x)))``. Between the two layers, only the input of the activation is saved for the backward.
+    """``fc2(act(fc1(x)))``. The backward recomputes the activation from its input, which is saved.
 
     Args:
         hidden_size: C.
@@ -278,9 +280,9 @@ class LigerMLP(Layer):
         self.act, self.kernel = act, kernel
         self.xielu = LigerXIELU() if act == "xielu" else None
         self.parts = intermediate_size
-        """The number of parts that tensor parallelism divides among its ranks."""
+        """The width that tensor parallelism divides among its ranks."""
         self.recompute = False
-        """Whether the backward recomputes everything (checkpointing policies "selective" and "full")."""
+        """Whether the backward also recomputes ``fc1`` (checkpointing policies "selective" and "full")."""
 
     def set_policy(self, policy: str) -> None:
         """Recompute a part of the MLP in the backward unless the policy is "none"; see ``recompute``."""
@@ -330,8 +332,8 @@ class LigerMLP(Layer):
         """Add ``x`` to ``residual``, and apply the MLP to the normalized sum. Return the output and the
         sum, both [..., C].
 
-        The backward recomputes the normalized activations. If ``recompute`` is True, the backward recomputes the whole
-        MLP, but not the sum of ``x`` and ``residual``.
+        The backward recomputes the normalized activations. If ``recompute`` is True, the only saved activation is the
+        sum of ``x`` and ``residual``, and the backward also recomputes ``fc1``.
         """
         if recomputes(self):
             residual, _ = add_norm(None, x, residual)  # only the sum is saved
@@ -353,8 +355,8 @@ class LigerSwiGLUMLP(GatedMLP):
 
     Args:
         config: a configuration with ``hidden_size`` and ``intermediate_size``, and optionally ``mlp_bias``,
-            ``hidden_act`` and ``mlp_multipliers``. The last field (Falcon-H1) has two values: the multiplier of the
-            gate before its activation, and the multiplier of the result.
+            ``hidden_act`` and ``mlp_multipliers``. The field ``mlp_multipliers`` (Falcon-H1) has two values: the
+            multiplier of the gate before its activation, and the multiplier of the result.
         intermediate_size: F; None for the configuration's ``intermediate_size``.
         kernel: False runs plain PyTorch instead of a kernel.
 
@@ -392,7 +394,7 @@ class TiledMLP(GatedMLP):
         self.recompute = True
 
     def recomputed_share(self, policy: str) -> float:
-        """Return which fraction of the MLP the backward repeats: 2 / 3 (gate and up), whatever the policy is."""
+        """Return which fraction of the MLP the backward repeats: 2 / 3 (gate and up) for every policy."""
         return 2 / 3
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Mixture of experts, in which a router sends each token through a few of many gated MLPs."""
+"""Mixture of experts: a router sends each token through a few of many MLPs, which are called experts."""
 
 from dataclasses import replace
 from functools import partial
@@ -45,8 +45,8 @@ class CorrectionBias(Layer):
     """A bias for each expert. The router chooses experts by the sum of score and bias, but computes the routing weights
     from the score alone.
 
-    The biases balance the load of the experts. The biases are in fp32 whatever the dtype of the model. An optimizer
-    does not change the biases, because they get no gradient; see `update_correction_biases`.
+    The biases balance the load of the experts. They are in fp32 whatever the dtype of the model is. They get no
+    gradient, so an optimizer does not change them; see `update_correction_biases`.
 
     Args:
         num_experts: X.
@@ -72,9 +72,9 @@ class CorrectionBias(Layer):
     def forward(self) -> Tensor:
         """Return the bias [X] of all experts, in fp32."""
         whole, bias = self.bias.detach(), local(self.bias).detach()
-        if bias.shape != whole.shape:  # outside the forward of a group of hand-written FSDP
+        if bias.shape != whole.shape:  # FSDP, applied without `apply_fsdp`, has sharded the bias and not gathered it
             bias = whole.full_tensor()  # type: ignore[attr-defined]
-        return bias.clone() if is_hooked(self) else bias  # FSDP, which has hooks, frees the gathered parameter
+        return bias.clone() if is_hooked(self) else bias  # FSDP sets hooks, and frees the gathered parameter
 
 
 class WideRouter(Layer):
@@ -133,7 +133,7 @@ class LigerMoE(Layer):
         hidden_size: C.
         intermediate_size: F, the width of one expert.
         num_experts: X.
-        routing: how the router chooses the K experts of a token, and how it computes their weights.
+        routing: how the router chooses the K experts of a token and computes the routing weights.
         correction_bias: whether the router has a `CorrectionBias`.
         fp32_router: whether the router computes its logits in fp32, whatever the dtype of the model.
         fp32_router_weight: whether the weight of an ``fp32_router`` is also in fp32.
@@ -205,7 +205,7 @@ class LigerMoE(Layer):
 
     @property
     def router(self) -> nn.Module:  # type: ignore[override]
-        """The module that routes tokens to experts."""
+        """The module that computes the router logits."""
         return self.gate
 
     @property
@@ -220,7 +220,7 @@ class LigerMoE(Layer):
 
     @property
     def active_share(self) -> float:  # type: ignore[override]
-        """The fraction of all experts that a token passes through."""
+        """Fraction of the experts that a token passes through."""
         return self.top_k / self.num_experts
 
     @property
@@ -235,7 +235,8 @@ class LigerMoE(Layer):
         return self.lora.merged(name, weight) if merge else dense(weight)
 
     def matrices(self, name: str) -> Weight:
-        """Return the matrices in the parameter ``name`` (this rank's part, if sharded) in the form that ops take."""
+        """Return the experts' matrices that the parameter ``name`` holds, in the form that ops take. If the parameter
+        is sharded, return this rank's part."""
         frozen, parameter = frozen_parts(self).get(name), getattr(self, name)
         return local(parameter) if frozen is None else frozen.join(parameter)
 
@@ -333,7 +334,7 @@ class LigerMoE(Layer):
         If ``addend`` [..., C] is not None, it is added to the output.
         """
         if self.training and self.router_jitter:
-            # The experts also get the noisy input.
+            # Both the router and the experts get the noisy input.
             x = x * torch.empty_like(x).uniform_(1 - self.router_jitter, 1 + self.router_jitter)
         return self._mix(x, *self._route(call_linear(self.gate, x.reshape(-1, x.shape[-1])), experts), addend)
 
@@ -360,13 +361,13 @@ class LigerMoE(Layer):
         If ``addend`` [..., C] is not None, it is added to the sum.
         """
         rows = x.reshape(-1, x.shape[-1])
-        # Collect the operands of the ops: this rank's part of the parameters in autocast's dtype, and the adapters' A
-        # and B.
+        # Collect the inputs of the ops: this rank's part of the parameters in autocast's dtype, and the matrices A and
+        # B of the adapters.
         fused = self.kernel and use_triton(rows)
         group, expert = self.groups.tensor, self.groups.expert
 
         down_bias = local_or_none(self.down_bias)
-        if group is not None and down_bias is not None:  # only one rank adds the bias, and all ranks get its gradient
+        if group is not None and down_bias is not None:  # only one rank adds the bias, but all ranks get its gradient
             down_bias = sum_gradient(down_bias, group) * (group.rank == 0)
         frozen_or_dense: list[Any] = [self.matrices(name) for name in MATRICES]
         matrices = autocast_weights(x, *frozen_or_dense, local_or_none(self.gate_up_bias), down_bias)
@@ -381,15 +382,15 @@ class LigerMoE(Layer):
             weights, experts, logits = self._of_all_tokens(weights, experts, logits, x.shape[:-1], group)
         if expert is not None:
             # FSDP averages gradients over ranks, but the gradients of the experts are sums over ranks, so they must be
-            # divided by the number of ranks. To this end, the gradient of the result is divided by this number, and the
-            # gradients of the rows and routing weights are multiplied by it. These tensors have fewer bytes than the
-            # experts' weights.
+            # divided by the number of ranks. To divide them, the gradient of the result is divided by the number of
+            # ranks, and the gradients of the rows and of the routing weights are multiplied by it. These tensors have
+            # fewer bytes than the experts' weights.
             rows, weights = (divide_gradient(x, 1 / expert.size) for x in (rows, weights))
 
         if self.weights_input:
             rows, weights = rows * weights.to(rows.dtype), torch.ones_like(weights)
 
-        # Run the experts distributed over ranks, on fused kernels, or in plain torch.
+        # Run the experts: distributed over ranks, in fused kernels on one rank, or in plain PyTorch.
         gate_up_weight, down_weight, *biases = matrices
         assert gate_up_weight is not None
         assert down_weight is not None
@@ -414,8 +415,11 @@ class LigerMoE(Layer):
     def _of_all_tokens(
         self, weights: Tensor, experts: Tensor, logits: Tensor, shape: torch.Size, group: Group
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the router's results for all tokens; ``shape`` is (B, T). If the ranks have different tokens, gather
-        the results of all ranks."""
+        """Return the router's results for all tokens. If the ranks have different tokens, the results of all ranks are
+        gathered.
+
+        ``shape`` is the shape (B, T) of this rank's tokens.
+        """
         if not group.sequence_parallel:
             return sum_gradient(weights, group), experts, logits
         # Tokens [B, T / R] are gathered along the second dimension.
@@ -432,7 +436,7 @@ class LigerMoE(Layer):
 class LigerSharedExpertMoE(Layer):
     """`LigerMoE` plus a shared expert for all tokens: ``experts(x) + sigmoid(g · x) · shared_expert(x)``.
 
-    Without a gate, the result is ``experts(x) + shared_expert(x)``.
+    If ``gated`` is False, the result is ``experts(x) + shared_expert(x)``.
 
     The routed experts are a separate layer, because expert parallelism distributes only the routed experts.
 
@@ -440,8 +444,8 @@ class LigerSharedExpertMoE(Layer):
         hidden_size, intermediate_size, num_experts, routing: as in `LigerMoE`.
         shared_size: width of the shared expert.
         shared_bias: whether the projections of the shared expert have biases.
-        gated: whether the shared expert has a gate.
-        act, kernel: as in `LigerMoE`; they apply to the routed experts and to the shared expert.
+        gated: whether the output of the shared expert is multiplied by a gate.
+        act, kernel: as in `LigerMoE`, for the routed experts and for the shared expert.
         options: further options of `LigerMoE`.
     """
 
@@ -468,7 +472,7 @@ class LigerSharedExpertMoE(Layer):
 
     @classmethod
     def from_config(cls, config: Any, kernels: KernelOptions, **options: Any) -> "Self":
-        """Build experts as in DeepSeek and related models: the router is in fp32, and shared experts have no gate.
+        """Build the layer as in DeepSeek: by default, the router computes in fp32, and the shared expert has no gate.
 
         Args:
             config: config with ``moe_intermediate_size``, ``n_routed_experts``, ``n_shared_experts`` and ``routing``.
@@ -544,19 +548,19 @@ def update_correction_biases(model: Any, experts: Tensor, rate: float = 1e-3) ->
     for layer, chosen in zip(routers, experts.unbind(1), strict=True):
         if layer.correction is None:
             continue
-        # FSDP has gathered the bias for `choose_experts`. Free the gathered bias, because a change to it would be
-        # lost.
+        # FSDP has gathered the bias for `choose_experts`. Free the gathered bias, because a change of the gathered bias
+        # would be lost.
         getattr(layer.correction, "reshard", lambda: None)()
         bias: Any = layer.correction.bias
         load = torch.bincount(chosen.flatten().long(), minlength=bias.numel()).float()
         if model.groups.balance is not None:
             load = all_reduce(load, model.groups.balance)
-        elif is_distributed():  # DistributedDataParallel and hand-written FSDP set no group
+        elif is_distributed():  # DistributedDataParallel, and FSDP without `apply_fsdp`, set no group
             torch.distributed.all_reduce(load)
         change = (rate * (load.mean() - load).sign()).to(bias.device)
         if is_sharded(bias):
             from torch.distributed.tensor import distribute_tensor  # slow to import
 
-            # Every rank has the change for all experts, and takes its own rows.
+            # Every rank has computed the change for all experts, and keeps only its own rows.
             change = distribute_tensor(change, bias.device_mesh, bias.placements, src_data_rank=None)
         bias.add_(change)

@@ -55,8 +55,8 @@ class LigerRMSNorm(Layer):
             weight, and "gemma" casts after the multiplication. "none" has the same result as "gemma", because the norm
             is always computed in fp32.
         init_fn: "ones" or "zeros".
-        in_place, row_mode: ignored, because the kernels never overwrite their inputs; accepted for compatibility with
-            Liger-Kernel.
+        in_place, row_mode: ignored; accepted for compatibility with Liger-Kernel. The kernels never overwrite their
+            inputs.
         elementwise_affine: False for a norm without a weight parameter.
         kernel: False runs plain PyTorch instead of a kernel.
 
@@ -91,12 +91,12 @@ class LigerRMSNorm(Layer):
         self.hidden_size, self.kernel = hidden_size, kernel
         self.group: Group | None = None
         """Process group over which the gradient of the weight is all-reduced, because the group's ranks have different
-        rows; None for no group.
+        rows; None if the gradient is not all-reduced.
         """
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize the weight by ``init_fn``."""
+        """Set the weight to ones or zeros, as ``init_fn`` specifies."""
         if self.weight is None:
             return
         nn.init.ones_(self.weight) if self.init_fn == "ones" else nn.init.zeros_(self.weight)
@@ -154,7 +154,7 @@ class LigerRMSNorm(Layer):
 
 
 def zero_centered_norm(config: RMSNormDecoderConfig, kernels: KernelOptions) -> partial[LigerRMSNorm]:
-    """Return a function that takes a width and returns an RMSNorm. The norm multiplies by 1 + weight in fp32, as in
+    """Return a function that creates an RMSNorm of a given width. The norm multiplies by 1 + weight in fp32, as in
     Gemma."""
     return partial(
         LigerRMSNorm, eps=config.rms_norm_eps, offset=1.0, casting_mode="gemma", init_fn="zeros",
@@ -163,7 +163,7 @@ def zero_centered_norm(config: RMSNormDecoderConfig, kernels: KernelOptions) -> 
 
 
 def fp32_norm(config: RMSNormDecoderConfig, kernels: KernelOptions) -> partial[LigerRMSNorm]:
-    """Return a function that takes a width and returns an RMSNorm. The norm multiplies by its weight in fp32, as in
+    """Return a function that creates an RMSNorm of a given width. The norm multiplies by its weight in fp32, as in
     OLMo."""
     return partial(LigerRMSNorm, eps=config.rms_norm_eps, casting_mode="gemma", kernel=kernels.rms_norm)
 
@@ -174,7 +174,7 @@ class LigerLayerNorm(Layer):
     Args:
         hidden_size: C.
         eps: added to the variance.
-        bias: whether the initial bias is drawn from a normal distribution instead of being 0, as in Liger-Kernel.
+        bias: whether the initial bias is drawn from a normal distribution, as in Liger-Kernel; otherwise it is 0.
         init_fn: initialization of the weight, "ones" or "zeros".
         use_bias: False for a norm without a bias parameter.
         offset: added to the weight, in the dtype of the weight (Nemotron: 1.0).
@@ -205,7 +205,7 @@ class LigerLayerNorm(Layer):
         self.eps, self.random_bias, self.init_fn, self.offset, self.kernel = eps, bias, init_fn, offset, kernel
         self.group: Group | None = None
         """Process group over which the gradients are all-reduced, because the group's ranks have different tokens; None
-        for no group.
+        if the gradients are not all-reduced.
         """
         self.reset_parameters()
 
@@ -271,8 +271,8 @@ def add_norm(norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tupl
     """Add ``x`` (if not None) to ``residual``. Return ``(norm(sum), sum)``, both [..., C].
 
     If the norm has a method ``add``, this method computes both results in one kernel. Any other norm is called with the
-    sum. If there is no norm, the sum is returned twice. This is the case in models such as OLMo 2, whose branches have
-    no norm before them.
+    sum. If ``norm`` is None, as in models such as OLMo 2, which have no norm before a sublayer, the sum is returned
+    twice.
     """
     add = getattr(norm, "add", None)
     if add is not None:
@@ -285,7 +285,7 @@ def add_norm(norm: nn.Module | None, x: Tensor | None, residual: Tensor) -> tupl
 def call_normed(
     layer: nn.Module, norm: nn.Module | None, x: Tensor | None, residual: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    """Add ``x`` to ``residual``, and call a layer on the normalized sum. Returns the layer's output and the sum."""
+    """Add ``x`` to ``residual``, and call a layer on the normalized sum. Return the layer's output and the sum."""
     normed, residual = add_norm(norm, x, residual)
     return layer(normed, *arguments), residual
 
@@ -302,7 +302,7 @@ def is_plain(*modules: nn.Module) -> bool:
     The result is False for modules that replace or wrap a linear layer (adapters, quantized or float8 layers), for
     DTensors that do not come from `apply_tp`, and for modules with hooks or a replaced forward.
     """
-    for module in modules:  # a plain loop, which is fast, because every layer calls this in every step
+    for module in modules:  # a loop is faster than `all`, and every layer calls this function in every step
         module_class = type(module)
         if module_class not in PLAIN_MODULES or is_hooked(module):
             return False
@@ -328,10 +328,10 @@ def is_fusible(*linears: nn.Module) -> bool:
 
 
 def _attribute(linear: nn.Module, name: str) -> Any:
-    """Return an attribute of a layer, or None if the layer lacks this attribute, as all ordinary linear layers do.
+    """Return an attribute of a layer, or None if the layer lacks the attribute.
 
-    For an ordinary layer, the result is None without a search, because the search for a missing attribute takes a
-    microsecond.
+    Ordinary linear layers lack all of these attributes, so for them the result is None without a search. The search for
+    a missing attribute takes a microsecond.
     """
     return None if type(linear) in ORDINARY_LINEARS else getattr(linear, name, None)
 
@@ -361,17 +361,15 @@ def low_rank_of(linear: nn.Module, dtype: torch.dtype) -> LowRank | None:
 
 
 def row_order(linear: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """Return a function that sorts the outputs of a fused op into the layer's order, or None if they are already in
-    this order."""
+    """Return a function that sorts the outputs of a fused op into the order of the layer's outputs, or None if the op's
+    outputs are already in this order."""
     order: Callable[[Tensor], Tensor] | None = _attribute(linear, "row_order")
     return order
 
 
 def weight_of(linear: nn.Linear, x: Tensor) -> Weight:
-    """Return this rank's part of a layer's weight in autocast's dtype.
-
-    The result is a dense tensor or a `FrozenWeight`.
-    """
+    """Return this rank's part of a layer's weight, a dense tensor or a `FrozenWeight`. Under autocast, the weight is
+    cast to autocast's dtype."""
     frozen: FrozenWeight | None = _attribute(linear, "frozen_weight")
     weight = local(linear.weight) if frozen is None else frozen
     device = x.device.type
@@ -379,7 +377,7 @@ def weight_of(linear: nn.Linear, x: Tensor) -> Weight:
 
 
 def autocast_weights(x: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
-    """Return the weights in autocast's dtype for the device of ``x``, or unchanged if autocast is off."""
+    """Return the weights, cast to autocast's dtype for the device of ``x`` if autocast is on."""
     if not torch.is_autocast_enabled(x.device.type):
         return list(weights)
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -391,19 +389,19 @@ def add_norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """Add ``x`` to ``residual`` and compute ``linear(norm(residual))``.
 
-    If the norm is fused, the normalized activations are not saved, so the backward recomputes them.
+    If the norm and the layer are fused, the normalized activations are not saved, and the backward recomputes them.
 
     Args:
         norm: any module of width C; None for no norm.
         linear: linear layer from [C] to [O].
-        x: [..., C], the output of the previous branch, which is added to the residual stream; None for the first
-            branch.
+        x: [..., C], the output of the previous sublayer, which is added to the residual stream; None for the first
+            sublayer.
         residual: [..., C].
 
     Returns:
         ``(y [..., O], residual [..., C])``.
     """
-    # A fused op reads the weights, so it can't be used if the norm or the layer must be called as a module.
+    # A fused op reads the weights. It can't be used if the norm or the layer must be called as a module.
     recipe = float8_recipe(linear)
     fused = fused_norm(norm) if recipe or is_fusible(linear) else None
     if fused is None:

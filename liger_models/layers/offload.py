@@ -13,11 +13,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from liger_models.kernels.dispatch import ACCELERATORS
 
 SMALLEST = 2**20
-"""Activations and optimizer moments with fewer bytes than this are not offloaded."""
+"""Smallest size, in bytes, of activations and optimizer moments that are offloaded."""
 
 PIECE = 2**26
-"""Bytes per allocation of host memory: a power of two, because PyTorch rounds pinned allocations up to powers of
-two.
+"""Bytes per allocation of host memory. The number is a power of two, because PyTorch rounds pinned allocations up to
+powers of two.
 """
 
 LEAVING, COMING = 2 * 2**30, 2 * 2**30
@@ -28,14 +28,14 @@ For comparison, a block of an 8B model saves 1.5 GB for 16,384 tokens.
 
 
 SLICE = 2**24
-"""Bytes per copy to the device. Such a copy takes a third of a millisecond. Between two such copies, copies on other
-streams may run."""
+"""Bytes per copy to the device. A copy of this size takes a third of a millisecond. Between two such copies, copies on
+other streams can run."""
 
 
 def offloaded_blocks(blocks: int, count: int) -> frozenset[int]:
     """Choose ``count`` evenly spread blocks of a model for offloading, excluding the last two if possible.
 
-    Because the blocks are spread, their copies overlap with the forward and the backward of other blocks.
+    The copies of spread blocks overlap with the forward and the backward of the blocks between them.
     """
     span = max(blocks - 2, count)
     return frozenset(index * span // count for index in range(count))
@@ -63,7 +63,7 @@ class Inbound:
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.Event:
         """For each pair of tensors, both [N] uint8, start copying the second tensor to the first.
 
-        Returns the completion event.
+        Return the event that is recorded after the last copy.
         """
         for target, host in pairs:
             for part, piece in zip(target.split(SLICE), host.split(SLICE), strict=True):
@@ -97,10 +97,10 @@ class Kept:
         device: the device that the storage was copied from.
         host: the bytes of the storage in pieces. The pieces are in pinned memory if the storage is on an accelerator.
         left: event that is recorded after the copy to the host; None on the CPU.
-        before: the storage that was offloaded just before this one. The backward needs that storage just after this
-            one.
+        before: the storage that was offloaded just before this one. The backward needs these two storages in reverse
+            order.
         nbytes: size of the storage.
-        uses: number of saved tensors whose memory is this storage.
+        uses: number of saved tensors that are views of this storage.
         rounds: number of backward passes that have read all saved tensors of the storage.
     """
 
@@ -114,7 +114,7 @@ class Kept:
         self._arrived: torch.Event | None = None
 
     def fetch(self) -> None:
-        """Start copying the storage back to the device, unless this copy was already started."""
+        """Start to copy the storage back to the device, unless the copy has already started."""
         if self._back is not None:
             return
         self._unused = self.uses
@@ -123,7 +123,7 @@ class Kept:
             torch.cat(self.host, out=self._back)
             return
         inbound = _streams(self.device)[1]
-        # Until this event, the compute stream may still use the memory that was allocated for `_back`.
+        # The compute stream may use the memory that was allocated for `_back` until this event.
         inbound.wait(torch.accelerator.current_stream(self.device).record_event())
         inbound.wait(self.left)
         self._arrived = inbound.copy(zip(self._back.split(PIECE), self.host, strict=True))
@@ -131,7 +131,7 @@ class Kept:
     def take(self) -> Tensor:
         """Return the bytes of the storage, on the device.
 
-        The device memory is released after ``uses`` calls. If a second backward follows, it fetches the bytes again.
+        The device memory is released after ``uses`` calls. A second backward fetches the bytes again.
         """
         assert self._back is not None
         data = self._back
@@ -145,7 +145,7 @@ class Kept:
         return data
 
     def __del__(self) -> None:
-        if self._back is not None and self._arrived is not None:  # fetched but never used
+        if self._back is not None and self._arrived is not None:  # the storage was fetched but never used
             _streams(self.device)[1].holds(self._back)
 
 
@@ -162,7 +162,8 @@ class Place(NamedTuple):
 class Offload:
     """Moves the tensors that a forward saves within `saving` to the host, and back to the device for the backward.
 
-    Each storage is copied once, even if several views of it are saved. Parameters and small tensors stay on the device.
+    Each storage is copied only once, even if several of its views are saved. Parameters and small tensors stay on the
+    device.
     Copies run on separate streams. The memory of a tensor can be freed only after the compute stream has waited for the
     tensor's copy, because the allocator reuses memory in the order of the compute stream.
     """
@@ -182,8 +183,8 @@ class Offload:
         return saved_tensors_hooks(self._pack if leave else self._keep, self._unpack)
 
     def settle(self, most: int = 0) -> None:
-        """Make the compute stream wait for copies to the host until at most ``most`` bytes are left to copy. Free the
-        tensors that have been copied by then."""
+        """Make the compute stream wait for copies to the host until at most ``most`` bytes are left to copy. Release
+        the tensors that have been copied by then."""
         under_way = sum(data.nbytes for data, _ in self._leaving)
         while under_way > most:
             data, kept = self._leaving.popleft()
@@ -221,7 +222,7 @@ class Offload:
         kept = packed.kept if isinstance(packed, Place) else packed[1]
         rounds, coming = kept.rounds if kept else 0, 0
         while kept is not None and coming < COMING:
-            if kept.rounds <= rounds:  # otherwise this backward has already used it
+            if kept.rounds <= rounds:  # otherwise this backward has already used the storage
                 kept.fetch()
                 coming += kept.nbytes
             kept = kept.before
@@ -232,7 +233,7 @@ class Offload:
 
 
 def _send(data: Tensor, before: Kept | None) -> Kept:
-    """Start copying ``data`` to the host; for ``before``, see `Kept`."""
+    """Start to copy ``data`` to the host; for ``before``, see `Kept`."""
     if data.device.type not in ACCELERATORS:
         return Kept(data.device, data.clone().split(PIECE), None, before)
     stream = _streams(data.device)[0]

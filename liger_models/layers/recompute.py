@@ -35,8 +35,8 @@ def has_hooks(module: nn.Module, ignored: tuple[str, ...] = ("only_checks",)) ->
 def run_preparing_hooks(module: nn.Module) -> None:
     """Run the hooks of a module that have the attribute ``only_prepares``.
 
-    Such a hook adapts the tree of modules before a forward, and does nothing if the tree is unchanged since the last
-    call. A captured graph therefore need not repeat the hook.
+    Such a hook updates the model before a forward if the tree of modules has changed since the last call. Otherwise,
+    the hook does nothing, so a captured graph need not repeat it.
     """
     for hook in module._forward_pre_hooks.values():
         if getattr(hook, "only_prepares", False):
@@ -44,7 +44,7 @@ def run_preparing_hooks(module: nn.Module) -> None:
 
 
 def repeats() -> bool | None:
-    """Whether the backward is recomputing the block that is running; None outside of `run_again`.
+    """Whether the current run of a block is the backward's recomputation; None outside of `run_again`.
 
     The recomputation of a block stops as soon as it has computed the last tensor that the backward needs.
     """
@@ -52,7 +52,7 @@ def repeats() -> bool | None:
 
 
 def recomputes(part: Any) -> bool:
-    """Whether the backward is to recompute this part of a block separately.
+    """Whether the backward must recompute this part of a block separately.
 
     The result is False if the whole block is recomputed.
     """
@@ -62,8 +62,8 @@ def recomputes(part: Any) -> bool:
 def draws(part: nn.Module, dropout: float) -> bool:
     """Whether a part of a block may draw random numbers.
 
-    Random numbers may be drawn by dropout, and by hooks or wrappers of the layers. In training, layers from outside of
-    this package may also draw random numbers.
+    Dropout, hooks and replaced forwards may draw random numbers. In training, layers that are defined neither in this
+    package nor in PyTorch may also draw random numbers.
     """
     return (part.training and dropout > 0) or any(
         is_hooked(module)
@@ -75,7 +75,7 @@ def draws(part: nn.Module, dropout: float) -> bool:
 
 def is_compiled(block: nn.Module) -> bool:
     """Whether the block is compiled."""
-    # ``block.forward`` would create a bound method. This takes longer, and generation checks every module.
+    # ``block.forward`` would create a bound method, which takes longer. Generation checks every module.
     forward = vars(block).get("forward", type(block).forward)
     return block._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
@@ -86,8 +86,8 @@ def run_twice(function: Callable[..., Any], *args: Any, modules: tuple[Any, ...]
     Args:
         function: function that computes the same results when it is called again.
         args: the function's arguments.
-        modules: further modules whose parameters the function reads. Modules in ``args``, and the module of a bound
-            method, are included anyway.
+        modules: further modules whose parameters the function reads. Modules in ``args`` need not be listed. If the
+            function is a bound method, its module need not be listed either.
         options: further options of `torch.utils.checkpoint.checkpoint`.
 
     Raises:
@@ -96,8 +96,8 @@ def run_twice(function: Callable[..., Any], *args: Any, modules: tuple[Any, ...]
     """
     if torch.compiler.is_compiling():
         return checkpoint(function, *args, use_reentrant=False, **options)
-    # PyTorch detects changes of the tensors in `args`, because it saves them. It does not detect changes of other
-    # parameters that the function reads.
+    # PyTorch detects in-place changes of the tensors in `args`, because it saves these tensors. It does not detect
+    # changes of parameters that the function reads.
     owners = [x for x in (getattr(function, "__self__", None), *modules, *args) if isinstance(x, nn.Module)]
     read = [
         (name, parameter, parameter._version)
@@ -106,8 +106,8 @@ def run_twice(function: Callable[..., Any], *args: Any, modules: tuple[Any, ...]
         if not parameter.is_inference()
     ]
 
-    # Two things may have ended before the backward: the context around the forward, and hooks that PEFT sets for one
-    # call.
+    # Before the backward begins, the context manager around the forward may have ended, and PEFT may have removed hooks
+    # that it sets for one call. The second call of the function restores both.
     invariant = is_batch_invariant()
     hooked = [module for owner in owners for module in owner.modules() if module._forward_pre_hooks]
     hooks = [(module._forward_pre_hooks.copy(), module._forward_pre_hooks_with_kwargs.copy()) for module in hooked]
@@ -125,7 +125,7 @@ def run_twice(function: Callable[..., Any], *args: Any, modules: tuple[Any, ...]
                 )
         replaced = _pre_hooks(hooked, hooks) if is_second else nullcontext()
         is_second = True
-        with batch_invariant(invariant), replaced:  # the backward may run outside of the context of the forward
+        with batch_invariant(invariant), replaced:
             return function(*args)
 
     return checkpoint(call, *args, use_reentrant=False, **options)

@@ -1,4 +1,4 @@
-"""Parts of vision towers, which turn the concatenated patches of several images into image tokens."""
+"""Parts of vision towers. A vision tower turns the concatenated patches of several images into image tokens."""
 
 from collections.abc import Callable
 
@@ -85,7 +85,7 @@ class PatchMerger(nn.Module):
 
     def forward(self, x: Tensor | None, residual: Tensor) -> Tensor:
         """Merge ``residual + x`` [1, N, C] into image tokens [N / merge², out_size]."""
-        # A norm of concatenated patches spans several rows of the residual stream, so it is not fused with the
+        # The norm of concatenated patches covers several rows of the residual stream, so it is not fused with the
         # addition.
         if self.norm_of_all:
             total = residual if x is None else (residual + x).to(residual.dtype)
