@@ -5,8 +5,8 @@ joins them into one `StoredTensor`. This `StoredTensor` has the shape of the den
 encoding reads rows of the weight, either dequantized or in the format of `FrozenWeight`. The encoding also converts a
 `FrozenWeight` back to the tensors in the file.
 
-In memory, a byte holds the 4-bit codes of two neighboring columns, with the first column's code in the lower half, and
-each row has its own scales.
+In memory, each row has its own scales. A byte holds the 4-bit codes of two neighboring columns. The code of the first
+column is in the lower half of the byte.
 
     quant_method         weights                                              class
     fp8                  NAME, NAME_scale_inv                                 Float8
@@ -52,7 +52,7 @@ class StoredTensor(NamedTuple):
         file: path of the file.
         name: name of the tensor in the file.
         shape, dtype: shape and dtype of the tensor. For a quantized tensor, ``shape`` is the shape of the dense weight.
-        encoding: how a quantized tensor is stored; None for other tensors.
+        encoding: how a quantized tensor is stored; None for a dense tensor.
     """
 
     file: Path
@@ -98,7 +98,7 @@ class Encoding(ABC):
     @property
     @abstractmethod
     def widths(self) -> dict[str, tuple[int, torch.dtype]]:
-        """Maps each tensor of the `FrozenWeight`, in order, to its number of elements per row and its dtype."""
+        """Maps the name of each tensor of the `FrozenWeight` to (its number of elements per row, its dtype)."""
 
     @abstractmethod
     def read(self, files: Files, part: str, first: int, last: int) -> Tensor:
@@ -106,7 +106,7 @@ class Encoding(ABC):
 
     @abstractmethod
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert the unsharded tensors of the `FrozenWeight` to the tensors in the file, as a dict by name."""
+        """Convert the unsharded tensors of the `FrozenWeight` to the tensors in the file, by name."""
 
     def written(self) -> dict[str, Tensor]:
         """Return the tensors that `write` would return, on the meta device."""
@@ -129,10 +129,10 @@ class Encoding(ABC):
         return format_.reference(FrozenWeight(format_, tensors, shape, self.layout, self.dtype))
 
     def encode(self, files: Files, values: Tensor) -> dict[str, Tensor] | None:
-        """Encode dense values with the scales in the file. Returns the tensors of the file by name.
+        """Encode dense values with the scales in the file. Return the tensors of the file by name.
 
-        Returns None if no codes with these scales represent the values exactly. Only some formats implement this
-        method.
+        If no codes represent the values exactly with these scales, return None. The default implementation always
+        returns None.
         """
         return None
 
@@ -157,8 +157,8 @@ class Float8(Encoding):
     """Codes [..., O, C] in e4m3, with one scale for each block, row or matrix.
 
     Attributes:
-        block: number of rows and number of columns that share a scale. The second number is 0 if all columns share a
-            scale.
+        block: (number of rows, number of columns) that share a scale. The number of columns is 0 if all columns of a
+            row share a scale.
     """
 
     block: tuple[int, int] = (1, 1)
@@ -192,8 +192,7 @@ class Float8(Encoding):
         return scales.repeat_interleave(height, 0)[first - begin * height :][: last - first]
 
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        # In memory, the scales of a block are repeated for each of its rows, so write only one row of scales for each
-        # block.
+        # In memory, each row of a block has a copy of the block's scales. Write the scales of only one row per block.
         return self._named(codes=tensors["codes"], scales=tensors["scales"][..., :: self.block[0], :])
 
 
@@ -244,7 +243,7 @@ class PackedNVFP4(Encoding):
     """Codes [O, C / 2] uint8, scales [O, C / 16] in e4m3, and one factor for the whole matrix.
 
     Attributes:
-        divides: whether the scales are divided by the factor, as in compressed-tensors, or multiplied by it.
+        divides: whether the scales are divided by the factor, as in compressed-tensors, instead of being multiplied.
     """
 
     divides: bool = False
@@ -298,9 +297,10 @@ class PackedInt4(Encoding):
 
 @dataclass(frozen=True)
 class BitsAndBytes(Encoding):
-    """Codes [O · C / 2, 1] uint8, two in each byte (the first in the upper half), and one scale for every 64 codes.
+    """Codes [O · C / 2, 1] uint8 and one scale for every ``blocksize`` codes. A byte holds two codes, with the first
+    code in the upper half.
 
-    If the scales are quantized, too (``nested``), each scale is stored as a code. The scale is then equal to the table
+    If the scales are also quantized (``nested``), each scale is stored as a code. The scale is then equal to the table
     entry for this code, times the factor of the scale's block, plus an offset.
 
     Attributes:
@@ -459,7 +459,7 @@ def _groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _join(stored: Stored, owner: str, codes: str, make: Callable[..., Encoding], **others: str) -> None:
-    """In ``stored``, replace the tensors that form one weight with a single entry. Its name is ``owner``, and it has an
+    """In ``stored``, replace the tensors that form one weight with a single entry, which has the name ``owner`` and an
     encoding."""
     missing = [name for name in others.values() if name not in stored]
     if missing:
@@ -609,8 +609,7 @@ def _state_of(tensor: StoredTensor, read: Read) -> dict[str, Any]:
 
 
 def _take_extras(stored: Stored) -> None:
-    """Find the tensors that describe activations, caches or shapes, and move each into the entry of its layer's
-    weight."""
+    """Move each tensor that describes activations, caches or shapes into the entry of its layer's weight."""
     for name in [name for name in stored if name.endswith(EXTRAS)]:
         owner = name.rpartition(".")[0] + ".weight"
         extra = stored.pop(name)

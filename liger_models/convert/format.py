@@ -15,8 +15,8 @@ class MTPFormat:
         sizes: fields that are replaced in the model's config to describe a model with only this block, such as the
             number of layers.
         prefix: prefix of all tensors.
-        block: prefix of the tensors in the block's decoder layers. ``{}`` stands for the number of a layer in the
-            block.
+        block: prefix of the tensors in the block's decoder layers. ``{}`` stands for the index of a decoder layer
+            within the block.
         names: maps ``fc``, ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden`` and ``norm`` to their names in the
             checkpoint.
         copies: maps the name of each remaining tensor, which is a copy of a parameter of the model, to the name of this
@@ -38,13 +38,13 @@ DEEPSEEK_IGNORED_KEYS = (
 
 
 def deepseek_mtp(config: Any, **sizes: Any) -> MTPFormat:
-    """Return the format of DeepSeek V3 and its relatives.
+    """Return the format of DeepSeek V3 and related models.
 
-    Their checkpoints store the multi-token prediction block as an additional layer.
+    Checkpoints of these models store the multi-token prediction block as an additional layer.
 
     Args:
         config: config of the model.
-        sizes: other entries of `MTPFormat.sizes`.
+        sizes: further entries of `MTPFormat.sizes`.
     """
     block = f"model.layers.{config.num_hidden_layers}."
     return MTPFormat(
@@ -82,15 +82,15 @@ class CheckpointFormat:
         to_json: the inverse of ``from_json``.
         ignored_keys: keys of released config.json files that do not change the model.
         contained_in: values of ``model_type`` in checkpoints that contain a model of this family as a part. The
-            ``text_config`` of such a checkpoint is the configuration of this model, and one of ``other_maps`` has the
-            names of this model's tensors.
-        peft_exchanges: whether PEFT mistakes the shape [X, in, out] of the experts' matrices in transformers for
-            [X, out, in], because the experts' module does not say that the matrices are transposed. PEFT's files then
-            have A and B exchanged.
+            ``text_config`` of such a checkpoint is the configuration of the contained model, and one of ``other_maps``
+            has the names of the contained model's tensors.
+        peft_exchanges: whether A and B of the experts are exchanged in PEFT's files. In transformers, the experts'
+            matrices have the shape [X, in, out], but the experts' module does not declare that they are transposed.
+            PEFT therefore assumes the shape [X, out, in].
         mtp: function that takes a config and returns the `MTPFormat` of the multi-token prediction block; None for
             families without such a block.
-        module: name, or end of the name, of a module in the transformers model. The weight of this module shows which
-            layout the transformers model has in memory: the first layout that contains this weight.
+        module: name, or end of the name, of a module in the transformers model. In memory, the transformers model has
+            the first layout that contains the weight of this module.
     """
 
     model_type: str
@@ -121,7 +121,8 @@ class CheckpointFormat:
     def module_map(self, config: Any) -> WeightMap:
         """Return the `WeightMap` with the names of transformers' modules in memory.
 
-        Saved adapters use these names. Older checkpoints of vision-language models use other names for their tensors.
+        The files of adapters use these names. In older checkpoints of vision-language models, the tensors have other
+        names.
         """
         return self._module_maps(config)[0]
 

@@ -1,8 +1,8 @@
 """Float8 weights with one scale per block, as in DeepSeek-V3 and Qwen3-FP8.
 
 A weight [..., O, C] is stored as two tensors: ``NAME``, the codes in e4m3, and ``NAME_scale_inv``, the scales [...,
-ceil(O / 128), ceil(C / 128)] for blocks of 128 × 128. The value of an element is its code times the scale of its
-block. ``quantization_config`` in config.json contains the size of a block.
+ceil(O / 128), ceil(C / 128)] for blocks of 128 × 128. The value of an element is the product of its code and the scale
+of its block. ``quantization_config`` in config.json contains the size of a block.
 
 Source: https://arxiv.org/abs/2412.19437, section 3.3; transformers ``integrations/finegrained_fp8.py``.
 """

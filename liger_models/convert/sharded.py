@@ -65,8 +65,8 @@ def gather_to(rank: int, tensor: "DTensor") -> Tensor | None:
             sends nothing.
 
     Returns:
-        On ``rank``, the unsharded tensor on the device of the mesh. On all other ranks, which need no memory for it,
-        None.
+        On ``rank``, the unsharded tensor on the device of the mesh. On all other ranks, None; these ranks need no
+        memory for the unsharded tensor.
     """
     mesh, me = tensor.device_mesh, dist.get_rank()
     shard = tensor.to_local().detach().to(mesh.device_type).contiguous()
@@ -76,7 +76,8 @@ def gather_to(rank: int, tensor: "DTensor") -> Tensor | None:
         whole: Tensor = everywhere.full_tensor()
         return whole if me == rank else None
 
-    # All ranks send to one rank in one exchange. They send bytes, because backends do not support all dtypes.
+    # All ranks send their parts to one rank in one exchange. The parts are sent as bytes, because backends do not
+    # support all dtypes.
     sent, received = [0] * dist.get_world_size(), [0] * dist.get_world_size()
     sends = me in parts
     if sends:
@@ -133,12 +134,12 @@ def fill_part(
     read: Callable[[str, int, int], Tensor],
     read_whole: Callable[[], Tensor],
 ) -> None:
-    """Read this rank's shard into a parameter. If the parameter holds codes, `finish` must be called afterwards.
+    """Read this rank's shard into a parameter. If the parameter holds codes, call `FrozenParameters.finish` afterwards.
 
     Args:
         parameter: a DTensor, or the codes of ``frozen``.
         frozen: the other tensors of the quantized weight; None for a dense parameter.
-        expression, shapes, read, read_whole: see `read_part`. They describe the dense parameter.
+        expression, shapes, read, read_whole: arguments of `read_part` for the dense parameter.
     """
 
     def rows(first: int, last: int) -> Tensor:
@@ -168,7 +169,7 @@ def read_part(
         shapes: the shape of each tensor of the expression, by name.
         read: function that takes the name of a tensor, the first row and the last row + 1, and returns these rows in
             the final dtype on the final device.
-        read_whole: function that returns the whole parameter. It is used if the expression splits rows.
+        read_whole: function that returns the whole parameter. It is called if the expression splits rows.
 
     Returns:
         A tensor of shape ``part.shape``.
@@ -192,7 +193,7 @@ def read_part(
         planned = len(part.shape) - rows.units
         shard = shard.reshape(*part.shape[:planned], *shape_of(expression, shapes)[planned:])
 
-    # The other dimensions were read completely, so select this rank's part of them.
+    # All other dimensions were read completely. Select this rank's part of these dimensions.
     for dim in range(planned, len(part.shape)):
         shard = shard.narrow(dim, part.offset[dim], part.shape[dim])
     return shard
@@ -203,7 +204,7 @@ def moves_rows(expression: Expression, weight: Tensor) -> bool:
 
     The result is False for a patch embedding, which is stored as a convolution.
     """
-    # Unpack a weight that has only one element per row. If rows stay whole, the results have one element per row, too.
+    # Unpack a weight with one element per row. If rows stay whole, the results also have one element per row.
     rows = weight.new_empty(len(weight)) if weight.dim() == 2 else weight.new_empty(*weight.shape[:2], 1)
     try:
         parts = expression.unpack(rows).values()
@@ -290,7 +291,7 @@ def plan_rows(expression: Expression, part: Part, shapes: Mapping[str, Sequence[
     if not available:
         return Rows({}, units, None)
 
-    # Find the index of each required slice among the slices that are read. The numbers of the latter are ascending.
+    # Find the index of each required slice among the slices that are read. The numbers of the read slices ascend.
     slices = torch.cat(available)
     return Rows(runs, units, None if torch.equal(slices, required) else torch.searchsorted(slices, required))
 
@@ -307,9 +308,9 @@ def matrix_rows(expression: Expression, shape: Sequence[int]) -> list[Tensor]:
 
     Returns:
         A list of tensors [k, n] int64. Each tensor covers the ``k`` matrices that have ``n`` rows, and row ``i`` of the
-        tensor holds the row numbers of the ``i``-th of these matrices. Rows are numbered over the flattened leading
-        dimensions of the parameter. Each row is in exactly one matrix. If the matrices do not consist of whole rows of
-        the parameter, the parameter is treated as one matrix or, for a stack of experts, as X matrices.
+        tensor holds the row numbers of the ``i``-th of these matrices. The row numbers count the rows of the parameter
+        after its leading dimensions are flattened. Each row is in exactly one matrix. If the matrices do not consist of
+        whole rows of the parameter, the parameter is treated as one matrix or, for a stack of experts, as X matrices.
     """
     numbers = torch.arange(math.prod(shape[:-1]), device="cpu").view(*shape[:-1], 1)
     if len(shape) == 3:

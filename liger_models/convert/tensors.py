@@ -33,22 +33,22 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the model's weights, with the names and the layout of a Hugging Face checkpoint.
 
-    The tensors are bitwise identical to the tensors that `save_pretrained` writes, except for weights that the model
-    keeps quantized (``keep_quantized``): this function yields them dequantized. The order is: the vision tower (if
-    any), the embedding, the layers, the norm, and the head. A tied head is not yielded. The iterator can be passed to
-    ``load_weights`` of vLLM and SGLang.
+    The tensors are bitwise identical to the tensors that `save_pretrained` writes. Weights that the model keeps
+    quantized (``keep_quantized``) are an exception: this function yields them dequantized. The order is: the vision
+    tower (if any), the embedding, the layers, the norm, and the head. A tied head is not yielded. The iterator can be
+    passed to ``load_weights`` of vLLM and SGLang.
 
     If the model is sharded, all ranks must call this function and read the iterator to the end, because each parameter
     is gathered when its first tensor is read. At any time, memory holds only the model, one gathered parameter (at most
     the experts of a layer) and the last yielded tensor. Read all tensors before the next optimizer step. A yielded
-    tensor shares memory with a parameter if both have the same layout and dtype. Therefore, do not write to the yielded
-    tensors, and copy those that you keep.
+    tensor shares memory with a parameter if both have the same layout and dtype. Therefore, do not write to a yielded
+    tensor, and copy each tensor that you keep.
 
     Args:
         model: the model, which may be sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
         dtype: dtype of the tensors; None for the dtype of each parameter.
-        merge: whether to add LoRA adapters to the yielded weights. The model does not change. A tied head with an
-            adapter is then yielded as a separate tensor, with a warning.
+        merge: whether to add LoRA adapters to the yielded weights. The model does not change. If a tied head has an
+            adapter, the merged head is yielded as a separate tensor, with a warning.
         rank: the only rank that gets the tensors. On all other ranks, the iterator sends the rank's shards and yields
             nothing, so these ranks need no memory for gathered parameters. Default: all ranks.
 
@@ -151,8 +151,8 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
     An iterable is read one tensor at a time. This function keeps each tensor until it has read all tensors of the same
     parameter, so do not reuse the memory of a tensor before then. If the tensors are in the order of a checkpoint, only
     the tensors of one parameter are kept at a time. A mapping is checked before anything changes. An iterable is
-    checked while it is read, so after an error the model may have a mixture of old and new weights. In this case, the
-    error message says so.
+    checked while it is read. After an error, the model may therefore have a mixture of old and new weights, in which
+    case the error message says so.
 
     Args:
         model: the model, which may be sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
@@ -223,10 +223,10 @@ class CheckpointTensors(NamedTuple):
         parameters: the parameters by the names that this package uses, in the order in which they are stored.
         adapted: maps the name of a parameter with adapters to the layer that has the adapters.
         merge: whether adapters are added to the weights.
-        frozen: maps the name of a parameter that holds the codes of a quantized weight to the other tensors of the
-            weight.
+        frozen: for each parameter that holds the codes of a quantized weight, maps the name of the parameter to the
+            other tensors of the weight.
         encodings: how quantized tensors are stored, by name. Weights that are kept quantized are stored unchanged.
-            Dense weights are encoded with the scales in the file, and their values must fit these scales. Tensors
+            Dense weights are encoded with the scales in the file, which must represent the values exactly. Tensors
             without an encoding are stored dense.
         dtypes: maps names of parameters to the dtypes in which they are stored, if these differ from the parameters'
             own dtypes.
@@ -242,13 +242,11 @@ class CheckpointTensors(NamedTuple):
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
 
     def narrowed(self, model: Decoder) -> "CheckpointTensors":
-        """Return a copy of this object in which the parameters of `Layer.wide` get the dtypes that they have in the
-        checkpoint.
+        """Return a copy of this object that stores parameters of `Layer.wide` in the dtypes of the loaded checkpoint.
 
         A parameter is stored in its checkpoint dtype only under two conditions: all parameters outside of `Layer.wide`
-        have this dtype, and this dtype represents all values of the parameter exactly. If the model was not trained,
-        for example, the checkpoint dtype represents all values exactly. If the model is sharded, all ranks must call
-        this function.
+        have this dtype, and this dtype represents all values of the parameter exactly, as it does if the model was not
+        trained. If the model is sharded, all ranks must call this function.
         """
         dtype = self.parameters["embed_tokens.weight"].dtype
         names = [name for name, read in model.read_dtypes.items() if name in self.parameters and read == dtype]
@@ -270,7 +268,7 @@ class CheckpointTensors(NamedTuple):
         return [name for name in self.parameters if name in self.frozen and self.frozen[name].format.is_kept]
 
     def shapes(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Return the checkpoint's tensors on the meta device, in ``dtype``; None means each parameter's own dtype."""
+        """Return the checkpoint's tensors on the meta device, in ``dtype``; None for each parameter's own dtype."""
         shapes = self.weights.shapes({name: self.dense(name, dtype) for name in self.parameters})
         for name, encoding in self.encodings.items():
             del shapes[name]
@@ -283,12 +281,12 @@ class CheckpointTensors(NamedTuple):
         return [part for theirs, encoding in tensors for part in (encoding.written() if encoding else [theirs])]
 
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a parameter on the meta device, in ``dtype`` or its own dtype. Codes become the dense weight."""
+        """Return a parameter on the meta device, in ``dtype`` or its own dtype. For codes, return the dense weight."""
         like = self.frozen.get(name) or self.parameters[name]
         return torch.empty(like.shape, dtype=dtype or self.dtypes.get(name, like.dtype), device="meta")
 
     def gather(self, reader: int | Callable[[str], int | None] | None = None) -> Iterator[tuple[str, Any]]:
-        """Yield our name and the gathered value of each parameter. With ``merge``, adapters are added to the value.
+        """Yield the name and the gathered value of each parameter. With ``merge``, adapters are added to the value.
 
         Args:
             reader: the only rank that gets the values, or a function that takes a parameter's name and returns the
@@ -307,7 +305,7 @@ class CheckpointTensors(NamedTuple):
                     yield values.pop(0)
 
     def _sharded_as(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the tensors from which the value of a parameter is computed, and which must be gathered first."""
+        """Return the tensors that must be gathered before the value of a parameter can be computed from them."""
         layer, weight = self.adapted.get(name), self.frozen.get(name)
         if layer is not None:
             attribute = name.rpartition(".")[2]
@@ -322,7 +320,7 @@ class CheckpointTensors(NamedTuple):
         """Compute the value of a parameter from its gathered tensors."""
         layer, weight = self.adapted.get(name), self.frozen.get(name)
         if layer is not None:
-            # The layer computes the weight. For this call, its shards are replaced with gathered tensors.
+            # The layer computes the weight. For this call, the layer's shards are replaced with gathered tensors.
             adapted = _AdaptedWeight(layer, name.rpartition(".")[2], self.merge)
             return [(name, torch.func.functional_call(adapted, whole, ()))]
         if weight is None:
@@ -333,7 +331,7 @@ class CheckpointTensors(NamedTuple):
 
     def unpack(self, gathered: Iterator[tuple[str, Any]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Convert the values that `gather` yields to contiguous checkpoint tensors in ``dtype``."""
-        # No local variable may refer to a tensor after its reader has dropped it, so that its memory can be freed.
+        # After the reader has dropped a tensor, no local variable may refer to the tensor, so that its memory is freed.
         for ours, whole in gathered:
             tensors = self._unpacked(self.weights.entries[ours], whole)
             del whole
@@ -373,9 +371,9 @@ def _fits(parameter: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
-    """Return ``tensor.contiguous()``, copied in elements of 16 bytes if possible.
+    """Return ``tensor.contiguous()``. If possible, copy 16 bytes at a time.
 
-    If rows are not adjacent in memory, PyTorch copies them element by element, so copying larger elements is faster.
+    If rows are not adjacent in memory, PyTorch copies them element by element. Copying larger elements is faster.
     """
     # Rows must be aligned to 16 bytes, the size of complex128, and their length must be a multiple of 16 bytes.
     wide = 16 // tensor.itemsize
@@ -393,7 +391,7 @@ def is_tied(head: Tensor, embedding: Tensor) -> bool:
 def as_stored(
     where: str, model: Decoder, *, merge: bool, parameters: Mapping[str, Tensor] | None = None
 ) -> CheckpointTensors:
-    """Collect the parameters of a model's checkpoint, after resharding the parameters that FSDP has left gathered.
+    """Collect the parameters of a model's checkpoint. Parameters that FSDP has left gathered are resharded first.
 
     Args:
         where: name of the calling function, for error messages.
@@ -463,7 +461,8 @@ def as_stored(
 
 
 class _AdaptedWeight(nn.Module):
-    """A module whose forward computes a parameter with adapters, so that `functional_call` can replace its shards."""
+    """A module whose forward computes a parameter with adapters. With `functional_call`, the forward reads gathered
+    tensors instead of the shards."""
 
     def __init__(self, layer: Layer, name: str, merge: bool) -> None:
         super().__init__()
@@ -476,7 +475,7 @@ class _AdaptedWeight(nn.Module):
 class _Names:
     """Finds the layout, and thus the weight map, of checkpoint tensors that are read one by one.
 
-    Each tensor rules out the maps that have no tensor of this name and shape.
+    Each tensor that is read rules out the layouts that have no tensor of the same name and shape.
     """
 
     def __init__(self, maps: list[WeightMap], parameters: Mapping[str, Tensor]) -> None:
@@ -487,7 +486,8 @@ class _Names:
     def accept(self, name: str, tensor: Tensor) -> WeightMap:
         """Return the map of a layout with a tensor of this name and shape.
 
-        Raises ValueError if no layout has such a tensor.
+        Raises:
+            ValueError: no layout has such a tensor, or the tensor was already read.
         """
         where = "load_hf_tensors"
         if not isinstance(tensor, Tensor) or is_sharded(tensor) or tensor.dtype not in FLOATS.values():
@@ -511,13 +511,14 @@ class _Names:
         if name in self.read:
             raise ValueError(f"{where}: each tensor must be given once, got {name} twice.")
 
-        # Only layouts that match all tensors so far remain.
+        # Keep only the layouts that match all tensors so far.
         self.layouts = fitting
         self.read.add(name)
         return fitting[0][0]
 
     def parameter_of(self, name: str) -> tuple[str, int]:
-        """Return our name for a checkpoint tensor's parameter, and the number of tensors that form this parameter."""
+        """Return the name of the parameter that a checkpoint tensor belongs to, and the number of tensors that form
+        this parameter."""
         _, _, owners, counts = self.layouts[0]
         return owners[name], counts[owners[name]]
 
@@ -552,7 +553,7 @@ def _full(tensor: Any) -> Tensor:
 
 
 def _gather(tensor: Any, rank: int | None) -> Tensor | None:
-    """Gather a tensor on all ranks, or only on ``rank``. Returns None on ranks that do not get the tensor."""
+    """Gather a tensor on all ranks, or only on ``rank``. Ranks that do not get the tensor return None."""
     if rank is None:
         return _full(tensor)
     if is_sharded(tensor):
@@ -569,10 +570,10 @@ def _check_rank(where: str, rank: int | None) -> None:
 def _place(
     parameter: Any, weight: FrozenParameters | None, expression: Expression, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Copy the checkpoint's tensors into a parameter or, if it is sharded, copy only this rank's rows.
+    """Copy the checkpoint's tensors into a parameter. If the parameter is sharded, copy only this rank's rows.
 
-    ``weight`` is given if the parameter holds the codes of a quantized weight. This function then quantizes the
-    tensors.
+    If the parameter holds the codes of a quantized weight, ``weight`` has the weight's other tensors, and this function
+    quantizes the checkpoint's tensors.
     """
     local = _local(parameter)
     dtype = local.dtype if weight is None else None

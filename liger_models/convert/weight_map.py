@@ -1,9 +1,9 @@
 """Weight maps: how a model's parameters correspond to the tensors of a Hugging Face checkpoint.
 
-A weight map has one expression for each of our parameters. The expression names checkpoint tensors, packs them into our
-parameter, and unpacks our parameter into them. Expressions only move elements, so a round trip is bitwise identical in
-every dtype. An expression that is applied to meta tensors computes only shapes. Quantized tensors are decoded before an
-expression is applied; see `convert.encodings`.
+A weight map has one expression for each of our parameters, which are the parameters of a model of this package. The
+expression names checkpoint tensors, packs them into our parameter, and unpacks our parameter into them. Expressions
+only move elements, so a round trip is bitwise identical in every dtype. An expression that is applied to meta tensors
+computes only shapes. Quantized tensors are decoded before an expression is applied; see `convert.encodings`.
 
     "layers.{i}.mlp.gate_up_proj.weight": Rearrange(
         "f two ... -> (f two) ...",
@@ -54,7 +54,7 @@ class Expression(ABC):
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
         """Compute the checkpoint's tensors, by name, from our tensor.
 
-        The results are views of our tensor if strides allow.
+        The results are views of our tensor if its strides allow views.
         """
 
 
@@ -84,11 +84,10 @@ class Rearrange(Expression):
     """A tensor whose elements are reordered by an einops pattern.
 
     Args:
-        pattern: the pattern from the checkpoint's layout to ours. It must be invertible, so it must not drop or repeat
-            an axis.
+        pattern: the pattern from the checkpoint's layout to ours. The pattern must be invertible, so it must not drop
+            or repeat an axis.
         child: the expression to rearrange.
-        sizes: lengths of axes. An axis must be included if einops can't infer its length when packing or when
-            unpacking.
+        sizes: lengths of axes. The length of an axis is required if einops can't infer it when packing or unpacking.
     """
 
     def __init__(self, pattern: str, child: Expression | str, **sizes: int) -> None:
@@ -324,7 +323,8 @@ def _indices(name: str, over: Mapping[str, Sequence[int]]) -> list[dict[str, int
 
 
 def qkv_rows(q: str, k: str, v: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
-    """Return a fused qkv projection: for each KV head, the rows of its query heads, of its key and of its value."""
+    """Return the expression of a packed qkv projection. For each KV head, the projection has the rows of the query
+    heads, of the key and of the value."""
     # Concatenate [G, n, C] of q, k and v within each of the G groups.
     groups = [Rearrange("(g n) ... -> g n ...", name, g=kv_heads) for name in (q, k, v)]
     sizes = [heads // kv_heads * head_dim, head_dim, head_dim]
@@ -338,20 +338,20 @@ def attention_rows(theirs: str, parameter: str, config: Any) -> Expression:
 
 
 def tower_rows(theirs: str, parameter: str, heads: int, width: int) -> Expression:
-    """Return `attention_rows` for a layer of a vision tower, which has as many KV heads as query heads."""
+    """Like `attention_rows`, for a layer of a vision tower, which has as many KV heads as query heads."""
     q, k, v = (f"{theirs}.{part}_proj.{parameter}" for part in "qkv")
     return qkv_rows(q, k, v, heads=heads, kv_heads=heads, head_dim=width // heads)
 
 
 def key_rows(q: str, k: str, *, heads: int, kv_heads: int, head_dim: int) -> Expression:
-    """Return a fused projection as `qkv_rows` does, but without the rows of the values."""
+    """Like `qkv_rows`, but without the rows of the values."""
     groups = [Rearrange("(g n) ... -> g n ...", name, g=kv_heads) for name in (q, k)]
     sizes = [heads // kv_heads * head_dim, head_dim]
     return Rearrange("g n ... -> (g n) ...", Cat(groups, dim=1, sizes=sizes), g=kv_heads)
 
 
 def latent_attention_entries(config: LatentDecoderConfig, theirs: str) -> dict[str, Expression | str | None]:
-    """Return the entries of a `LigerLatentAttention`, for the argument ``instead`` of `decoder_map`.
+    """Return the weight map's entries for a `LigerLatentAttention`, to pass to `decoder_map` as ``instead``.
 
     Args:
         config: config of the model.
@@ -377,12 +377,12 @@ def latent_attention_entries(config: LatentDecoderConfig, theirs: str) -> dict[s
 
 
 def equal_qkv_rows(qkv: str, heads: int) -> Expression:
-    """Return `fused_qkv_rows` for equal numbers of query heads and KV heads."""
+    """Like `fused_qkv_rows`, for equal numbers of query heads and KV heads."""
     return Rearrange("(three h d) ... -> (h three d) ...", qkv, three=3, h=heads)
 
 
 def patch_rows(convolution: str, channels: int, frames: int, side: int) -> Expression:
-    """Return the weight of a linear patch embedding.
+    """Return the expression of a linear patch embedding's weight.
 
     In the checkpoint, the patch embedding is a convolution whose stride equals its kernel size.
     """
@@ -391,7 +391,8 @@ def patch_rows(convolution: str, channels: int, frames: int, side: int) -> Expre
 
 
 def gate_up_rows(gate: str, up: str) -> Expression:
-    """Return a fused gate and up projection. Row ``2f`` is row ``f`` of gate, and row ``2f + 1`` is row ``f`` of up."""
+    """Return the expression of a packed gate and up projection. Row ``2f`` is row ``f`` of gate, and row ``2f + 1`` is
+    row ``f`` of up."""
     return Rearrange("f two ... -> (f two) ...", Stack([gate, up], dim=1), two=2)
 
 
@@ -407,9 +408,9 @@ def fused_gate_up_rows(gate_up: str) -> Expression:
 
 
 def expert_rows(gate: str, up: str, down: str, experts: int) -> tuple[Expression, Expression]:
-    """Return the two stacked weights of a layer's experts: one that fuses gate and up, and one for down.
+    """Return the expressions of the two stacked weights of a layer's experts: packed gate and up, and down.
 
-    ``{x}`` in names stands for the number of the expert.
+    ``{x}`` in a name stands for the number of the expert.
     """
     numbers = [str(x) for x in range(experts)]
     gate_up = Stack([gate_up_rows(gate.replace("{x}", x), up.replace("{x}", x)) for x in numbers], dim=0)
@@ -424,13 +425,13 @@ def fused_expert_rows(gate_up: str, down: str) -> tuple[Expression, Expression]:
 def stacked_experts(
     experts: str, count: int, *, fused: bool, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> tuple[Expression, Expression]:
-    """Return the stacked weights of a layer's experts, like `expert_rows`.
+    """Return the expressions of the stacked weights of a layer's experts, like `expert_rows`.
 
     Args:
         experts: prefix of the experts' tensors.
         count: number of experts.
-        fused: whether one tensor holds a projection of all experts in a layer, as in transformers 5. Otherwise, each
-            expert has its own tensors.
+        fused: whether one tensor holds the same projection of all experts in a layer, as in transformers 5. Otherwise,
+            each expert has its own tensors.
         names: the names of an expert's gate, up and down projection if each expert has its own tensors.
     """
     if fused:
@@ -456,10 +457,10 @@ def expert_mlps(router: str, gate_up: Expression | str, down: Expression | str) 
 
 
 def mixtral_mlps(config: Any, name: str, *, fused: bool) -> dict[str, Expression | str | None]:
-    """Return `expert_mlps` for checkpoints like Mixtral's, in which the MoE layer is called ``name``.
+    """Return `expert_mlps` for checkpoints in a layout like Mixtral's, where the MoE layer is called ``name``.
 
-    Newer checkpoints have one tensor per projection for all experts (``fused``). Older checkpoints have three
-    matrices per expert.
+    In newer checkpoints (``fused``), one tensor holds the same projection of all experts. In older checkpoints, each
+    expert has three matrices.
     """
     moe = f"model.layers.{{i}}.{name}"
     stacked = stacked_experts(f"{moe}.experts", config.num_local_experts, fused=fused, names=("w1", "w3", "w2"))
@@ -467,11 +468,11 @@ def mixtral_mlps(config: Any, name: str, *, fused: bool) -> dict[str, Expression
 
 
 MIXTRAL_LAYOUTS = (("mlp", True), ("mlp", False), ("block_sparse_moe", True))
-"""Arguments ``name`` and ``fused`` of `mixtral_mlps` for checkpoints that transformers 5 writes. They are tried in
-order.
+"""Arguments ``name`` and ``fused`` of `mixtral_mlps` for the layouts that transformers 5 may write. The layouts are
+tried in order.
 
-The first layout differs from Mixtral's released layout in both arguments. Each of the other two layouts differs in one
-argument.
+The first layout differs from Mixtral's released layout in both arguments. Each of the other two layouts differs in only
+one argument.
 """
 
 
@@ -486,7 +487,7 @@ def sparse_mlps(
         prefix: prefix of the checkpoint's names.
         gate_up, down: the stacked weights of a layer's experts. ``{sparse}`` in a name is the layer's index.
     """
-    # Replace the entries for all layers' MLPs with entries for each of the two sets of layers.
+    # Replace the entries for the MLPs of all layers with separate entries for sparse layers and for dense layers.
     sparse, dense = f"{prefix}.layers.{{sparse}}.mlp", f"{prefix}.layers.{{dense}}.mlp"
     return {
         "instead": {"mlp.gate_up_proj.weight": None, "mlp.down_proj.weight": None},
@@ -528,8 +529,8 @@ def decoder_map(
 
     Args:
         config: config of the model.
-        qkv_bias, o_bias, mlp_bias: whether these projections have biases. None means the config's ``attention_bias``
-            or ``mlp_bias``, or False if the config has no such field.
+        qkv_bias, o_bias, mlp_bias: whether these projections have biases. None stands for the config's
+            ``attention_bias`` or ``mlp_bias``, or for False if the config has no such field.
         norm_bias: whether all norms have biases.
         norms: names of a block's norms, which are the same in the model and in the checkpoint.
         plain_mlp: the names, in the checkpoint, of the two layers of a `LigerMLP`; None for a gated MLP.
