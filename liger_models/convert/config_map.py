@@ -45,9 +45,9 @@ _GENERATION = """
 IGNORED_KEYS = frozenset(f"{_ORIGIN} {_IN_EVERY_CONFIG} {_GENERATION}".split())
 """Keys of config.json that do not describe the architecture.
 
-Some of these keys name the origin of the file or say how to run the model. Others are written into every config by
-transformers, or are generation settings in old files. Two keys occur in SmolLM's files but are not read by
-transformers.
+Some of these keys describe the origin of the file or how to run the model. Other keys are in every config that
+transformers writes, or are generation settings in old files. Two keys occur only in SmolLM's files, and transformers
+does not read them.
 """
 
 MOST = {
@@ -56,8 +56,8 @@ MOST = {
 }
 """Limits for the numbers of layers and experts in a config.json.
 
-If a checkpoint has more tensors than a limit, the limit is raised to the number of tensors. Without limits, a
-config.json of a few bytes could make this package build any number of modules.
+If a checkpoint has more tensors than a limit, the number of tensors is the limit. Without limits, a config.json of a
+few bytes could make this package build an arbitrary number of modules.
 """
 
 MOST_EXPERTS = 100_000
@@ -70,7 +70,7 @@ _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_pos
 
 
 _ANYWHERE = ("bos_token_id", "eos_token_id", "initializer_range")
-"""Keys that may be at the top level or in ``text_config``, and are read in both places."""
+"""Keys that are read both at the top level and in ``text_config``."""
 
 
 def check_counts(hf: Mapping[str, Any], tensors: int = 0) -> None:
@@ -115,7 +115,7 @@ def is_causal(hf: Mapping[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def blaming(where: object) -> Iterator[None]:
-    """Context manager that converts errors caused by bad content, such as a missing key, to a ValueError.
+    """Context manager that converts errors that invalid content causes, such as a missing key, to a ValueError.
 
     Args:
         where: name of the file, for the error message.
@@ -163,7 +163,7 @@ def _read_config(config_class: "type[Config]", hf: Mapping[str, Any], strict: bo
             )
         hf = {key: value for key, value in hf.items() if key not in ("quantization_config", "compression_config")}
 
-    # Rename the keys to the names of the class's fields, and read the fields. Rope settings are read by separate rules.
+    # Rename the keys to the names of the class's fields, and read the fields. `_read_rope` reads the rope settings.
     hf = checkpoint.from_json(hf)
     ignored = IGNORED_KEYS | frozenset(checkpoint.ignored_keys)
     rope_keys = _ROPE_KEYS if "rope_scaling" in typing.get_type_hints(config_class) else ()
@@ -190,7 +190,10 @@ def _read_fields(
     where: str,
     unknown: list[str],
 ) -> dict[str, Any]:
-    """Read fields from a config.json or its nested object ``where``. Unknown keys are appended to ``unknown``."""
+    """Read the fields of a class from a config.json or from a nested object. Unknown keys are appended to ``unknown``.
+
+    ``where`` is the path of the nested object, such as "vision_config."; empty for the top level.
+    """
     hints = typing.get_type_hints(config_class)
     values: dict[str, Any] = {}
     for key, value in hf.items():
@@ -200,7 +203,7 @@ def _read_fields(
                 values[key] = _build(hint, _read_fields(hint, value, ignored, f"{where}{key}.", unknown))
             elif value is not None or type(None) in _options(hint):
                 values[key] = _typed(f"{where}{key}", value, hint)
-            elif hint is bool:  # null means false, as in transformers; otherwise null means a missing key
+            elif hint is bool:  # as in transformers, null means false; for other types, null means a missing key
                 values[key] = False
         elif key not in ignored and value is not None:
             unknown.append(f"{where}{key}")
@@ -208,7 +211,7 @@ def _read_fields(
 
 
 def _build(config_class: "type[Config]", values: Mapping[str, Any]) -> "Config":
-    """Build a config from the values of its fields. Raises ValueError if a value is missing or out of range."""
+    """Build a config from the values of its fields. Raise ValueError if a value is missing or out of range."""
     fields = dataclasses.fields(config_class)
     required = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
     missing = [name for name in required if name not in values]
@@ -219,7 +222,7 @@ def _build(config_class: "type[Config]", values: Mapping[str, Any]) -> "Config":
 
 
 def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Read ``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor``. Returns the fields and the unknown keys."""
+    """Read ``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor``. Return the fields and the unknown keys."""
     where = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     stored = hf.get(where) or {}
     if not isinstance(stored, Mapping):
@@ -240,7 +243,7 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
         if partial is not None:
             fields["partial_rotary_factor"] = _typed("partial_rotary_factor", partial, float)
 
-    # Read the rope type from its new or old key, and the original length from the top level.
+    # Read the rope type from the key `rope_type` or its older name `type`, and the original length from the top level.
     legacy_type = rope.pop("type", "default")
     rope_type = rope.pop("rope_type", legacy_type)
     rope_type = getattr(config_class, "rope_aliases", {}).get(rope_type, rope_type)
@@ -283,7 +286,7 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
 
 
 def flat_rope(hf: Mapping[str, Any], theta: float) -> dict[str, Any]:
-    """Convert a config.json from separate ``rope_parameters`` for each layer type to the older format.
+    """Convert a config.json in which ``rope_parameters`` has one object per layer type to the older format.
 
     The rope parameters of full attention become ``rope_theta`` and ``rope_scaling``, and the base of sliding attention
     becomes ``rope_local_base_freq``. The key ``original_max_position_embeddings`` at the top level is dropped. If
@@ -312,7 +315,7 @@ def flat_rope(hf: Mapping[str, Any], theta: float) -> dict[str, Any]:
     # Read the scaling for full attention, and the base for sliding attention.
     full, sliding = (dict(nested.get(layer_type) or {}) for layer_type in LAYER_TYPES)
     if full:
-        flat["rope_scaling"] = full | (hf.get("rope_scaling") or {})  # rope_theta is one of its keys
+        flat["rope_scaling"] = full | (hf.get("rope_scaling") or {})  # this includes rope_theta
     theta, rope_type = sliding.pop("rope_theta", None), sliding.pop("rope_type", "default")
     if theta is not None:
         flat["rope_local_base_freq"] = theta
@@ -337,7 +340,7 @@ def of_text(
 ) -> dict[str, Any]:
     """Merge a config.json and its ``text_config`` into one flat object.
 
-    Each value is the one that transformers would read.
+    If a key occurs at both levels, the result has the value that transformers would read.
 
     Args:
         config_class: the config class. Keys with the names of its fields are read from ``text`` instead of the top
@@ -366,7 +369,7 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
     """
     checkpoint = format_of(type(config))
 
-    # Keep all other keys of the file, except alternative names of keys that are written below.
+    # Keep the other keys of the file, but drop keys that are alternative names of keys that are written below.
     out = dict(hf) | {
         "architectures": [checkpoint.hf_class],
         "model_type": checkpoint.model_type,
@@ -398,7 +401,7 @@ def write_config(config: "DataclassInstance", hf: Mapping[str, Any], dtype: torc
 
     # Unknown keys of nested objects are also kept.
     written = checkpoint.to_json(keys)
-    # Keys that are read at both levels stay at the level where the file has them.
+    # A key that is read at both levels stays at the level where the file has it.
     for key in _ANYWHERE:
         if key in written and key not in hf and key in (hf.get("text_config") or {}) and "text_config" in written:
             written["text_config"] = {**written["text_config"], key: written.pop(key)}
@@ -417,8 +420,8 @@ def _write_scaling(scaling: RopeScaling | None, original_length: int | None) -> 
     if not isinstance(scaling, LongRopeScaling):
         return {"rope_scaling": {"rope_type": rope_type, **values}}
 
-    # transformers 4 reads the length at the top level. Its Phi-3 rejects a length and a "rope_type" in the scaling
-    # dict.
+    # transformers 4 reads the original length at the top level. Phi-3 in transformers 4 rejects an original length or a
+    # "rope_type" in `rope_scaling`.
     length = scaling.original_max_position_embeddings
     if original_length is None:
         return {"rope_scaling": {"rope_type": rope_type, **values}, "original_max_position_embeddings": length}

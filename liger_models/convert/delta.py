@@ -1,7 +1,8 @@
-"""Deltas: the changes to a model's weights since an inference engine last received weights. The engine applies them.
+"""Deltas: the changes of a model's weights since an inference engine last received weights.
 
-A step of reinforcement learning in bfloat16 changes only about 1 % of the elements, because most updates are smaller
-than half the distance between two neighboring bfloat16 values (https://arxiv.org/abs/2602.03839).
+The engine applies the changes to its own weights. A step of reinforcement learning in bfloat16 changes only about 1 %
+of the elements, because most updates are smaller than half the distance between two neighboring bfloat16 values
+(https://arxiv.org/abs/2602.03839).
 """
 
 import contextlib
@@ -31,7 +32,7 @@ INDICES, VALUES = ":indices", ":values"
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Maps the number of bytes of an element to the integer dtype in which its bits are viewed."""
 WORDS = 2**18
-"""Number of 8-byte words that a checksum processes at once. This many words stay in the processor's cache."""
+"""Number of 8-byte words that a checksum processes at once. This many words fit into the processor's cache."""
 
 
 class WeightDelta(NamedTuple):
@@ -103,7 +104,7 @@ def hf_delta(model: Decoder, base: dict[str, Tensor], *, merge: bool = True, ran
         elif changed:
             tensors[name] = new.to(device, copy=True)
 
-    # Update ``base``, from which the next changes start.
+    # Update ``base``, so that the next delta starts from the new weights.
     if not sums:
         return WeightDelta({}, {})
     _write(base, tensors, {})
@@ -114,10 +115,10 @@ def hf_delta(model: Decoder, base: dict[str, Tensor], *, merge: bool = True, ran
 def apply_delta(
     target: Mapping[str, Tensor] | str | os.PathLike[str], delta: WeightDelta | str | os.PathLike[str]
 ) -> list[str]:
-    """Apply changes from `hf_delta` to a receiver's weights in place. Returns the names of the changed tensors.
+    """Apply changes from `hf_delta` to a receiver's weights in place, and return the names of the changed tensors.
 
-    All checks run before anything changes. If the target is a folder, all files with changed tensors are replaced at
-    once; see `liger_models.convert.folder.write_folder`.
+    All checks run before anything changes. If the target is a folder, all files with changed tensors are replaced
+    atomically; see `liger_models.convert.folder.write_folder`.
 
     Args:
         target: tensors by name, such as the ``state_dict()`` of a transformers model, or the folder of a checkpoint.
@@ -162,7 +163,7 @@ def apply_delta(
     files = sorted({stored[name].file for name in names})
 
     def write(new: Path) -> None:
-        if (folder / CONFIG).is_file():  # its new time tells a process that is loading the folder of the change
+        if (folder / CONFIG).is_file():  # a process that is loading the folder detects the new config.json
             shutil.copy(folder / CONFIG, new / CONFIG)
         for file in files:
             tensors = load_file(file)
@@ -200,7 +201,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def _signed(number: int) -> int:
-    """Return the lowest 64 bits of a number, read as an int64 value."""
+    """Interpret the lowest 64 bits of a number as an int64 value."""
     return (number + 2**63) % 2**64 - 2**63
 
 
@@ -236,8 +237,8 @@ def _check_target(base: Mapping[str, int], names: Collection[str], read: Callabl
         read: function that returns a tensor of the target.
 
     Returns:
-        A dict that maps the name of the target's head to the name of its embedding if the sender ties the two; else
-        empty.
+        If the sender ties head and embedding but the target has a head, a dict that maps the name of the target's head
+        to the name of its embedding. Otherwise, an empty dict.
     """
     absent = [name for name in base if name not in names]
     if absent:
@@ -272,8 +273,8 @@ def _write(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor], sources:
     Args:
         target: all tensors by name.
         tensors: the changes; see `WeightDelta`.
-        sources: maps names of tensors in the target to their names in ``tensors``, if the two names differ (tied
-            heads).
+        sources: maps names of tensors in the target to the corresponding names in ``tensors``, if the names differ, as
+            for tied heads.
     """
     for name, tensor in target.items():
         source = sources.get(name, name)

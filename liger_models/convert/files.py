@@ -51,7 +51,8 @@ ASSETS = (
 )
 """Files of a checkpoint, besides config.json and the weights, that are loaded and saved unchanged."""
 CODE = "*.py"
-"""Pattern for code files in a checkpoint. They are kept if config.json has an ``auto_map``, but are never run."""
+"""Pattern for code files in a checkpoint. If config.json has an ``auto_map``, code files are saved with the model. They
+are never run."""
 MODELOPT = "hf_quant_config.json"
 """File in which ModelOpt describes the quantization of a checkpoint if config.json does not describe it."""
 DTYPE_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -62,7 +63,7 @@ DTYPE_NAMES |= {"double": "float64", "float": "float32", "half": "float16"}
 def as_dtype(
     argument: str, dtype: torch.dtype | str, allowed: Iterable[torch.dtype] = tuple(FLOATS.values())
 ) -> torch.dtype:
-    """Convert the name of a dtype to the dtype. "bf16", "bfloat16" and "torch.bfloat16" name the same dtype.
+    """Convert the name of a dtype to the dtype. "bf16", "bfloat16" and "torch.bfloat16" are names of the same dtype.
 
     Args:
         argument: the caller's argument, for the error message, such as "load_pretrained: dtype".
@@ -170,8 +171,8 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
             stacklevel=2,
         )
 
-    # Read their headers. A tensor in several files must be the same in all files. It is read from the file in the
-    # index.
+    # Read the headers of the files. A tensor that is in several files must be identical in all of them. It is read from
+    # the file that the index lists.
     stored: dict[str, StoredTensor] = {}
     for file_name in files:
         path = folder / file_name
@@ -288,7 +289,8 @@ def read_index(path: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file. Raises ValueError with the file's name if the file is truncated or in another format."""
+    """Context manager that opens a safetensors file. If the file is truncated or has another format, a ValueError with
+    the file's name is raised."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -301,14 +303,14 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def read_tensor(file: Path, name: str) -> torch.Tensor:
-    """Read a tensor from a file. The result is a copy in host memory, so that the file does not stay mapped."""
+    """Read a tensor from a file. The result is a copy in host memory, so it does not keep the file mapped."""
     with open_safetensors(file) as opened:
         tensor: torch.Tensor = opened.get_tensor(name)
         return tensor.clone()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file. Raises ValueError with the file's name if the file does not contain an object."""
+    """Read the object in a JSON file. If the file does not contain an object, raise ValueError with the file's name."""
     return parse_json(path.read_bytes(), path)
 
 

@@ -25,9 +25,10 @@ NEW = ".new"
 def write_folder(folder: Path, write: Callable[[Path], None], *, last: str, stale: Iterable[str] = ()) -> None:
     """Write either all of the new files to a folder or none of them. Other files in the folder are kept.
 
-    The files are first written to the folder ``.<name>.saving`` next to the target. A lock makes a second writer wait.
-    If a writer is killed, the next writer removes the files that the killed writer left behind. When all files are
-    written, the new folder is renamed to the target or, if the target exists, exchanged with it in one step.
+    The files are first written to a new folder in ``.<name>.saving`` next to the target. A lock makes a second writer
+    wait. If a writer is killed, the next writer removes the files that the killed writer left behind. When all files
+    are written, the new folder is renamed to the target. If the target already exists, the two folders are exchanged in
+    one step.
 
     Some folders can't be exchanged: the working directory, mount points, folders with subfolders, folders of another
     owner, and folders on a file system that does not support exchanging. If the target can't be exchanged, its files
@@ -113,11 +114,12 @@ def _must_stay(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def reserved(staging: Path, folder: Path) -> Iterator[Path]:
-    """Wait for other writers, lock ``staging`` for this process, and create a folder in it to write to."""
+    """Context manager that waits for other writers, locks ``staging`` for this process, and yields a new folder in
+    ``staging``."""
     while True:
         # The lock is a file in `staging` that its owner removes at the end. While this process waited, the file may
-        # have been removed and created again. The lock is therefore valid only if its file is still the file with
-        # this name.
+        # have been removed and created again. The lock is therefore valid only if the locked file still exists under
+        # its name.
         with reporting(folder):
             with contextlib.suppress(FileExistsError):
                 staging.mkdir()
@@ -160,7 +162,7 @@ def _wait_for(lock: int, folder: Path) -> None:
 def _exchange(new: Path, folder: Path, ours: set[str]) -> bool:
     """Exchange two folders in one step. If this is impossible, change nothing and return False.
 
-    Files in ``folder`` whose names are not in ``ours`` are kept: they are also in the new folder after the exchange.
+    Files in ``folder`` whose names are not in ``ours`` are kept: they are linked into the new folder.
     """
     # Link the other files into the new folder.
     try:
@@ -188,7 +190,7 @@ def _replace(new: Path, folder: Path, names: set[str], old: set[str], last: str)
     shutil.rmtree(whole, ignore_errors=True)
     new.rename(whole)
 
-    # If the file `last` is missing, readers raise an error.
+    # Remove the file `last` first and write it last. While it is missing, readers raise an error.
     for name in (last, *old):
         (folder / name).unlink(missing_ok=True)
     for name in sorted(names, key=lambda name: name == last):

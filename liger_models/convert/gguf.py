@@ -1,7 +1,7 @@
 """Writes a model and its tokenizer as a GGUF file for llama.cpp.
 
-The layout follows llama.cpp's ``convert_hf_to_gguf.py``. This script has a class for each architecture, which shows
-what metadata llama.cpp reads and which tensors must have other values than in the Hugging Face checkpoint. The package
+The layout follows llama.cpp's script ``convert_hf_to_gguf.py``. The script's class for an architecture shows what
+metadata llama.cpp reads, and which tensors must have other values than in the Hugging Face checkpoint. The package
 ``gguf`` provides the names, the quantizers and the writer.
 """
 
@@ -55,7 +55,7 @@ ARCHITECTURES = {
 """Maps each ``model_type`` that `save_gguf` can write to its name in ``gguf.MODEL_ARCH``."""
 
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
-"""Maps a ``model_type`` to the number of layers of its 27B model. If a model has this number of layers, llama.cpp
+"""Maps a ``model_type`` to the number of layers of the 27B model. If a model has this number of layers, llama.cpp
 scales attention scores by (hidden size / number of heads)^-0.5 instead of (head size)^-0.5.
 """
 
@@ -85,7 +85,7 @@ PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool], str] = {
     (("ByteLevel",), False): "gpt-2",
     (("Digits", "ByteLevel"), False): "smollm",
 }
-"""Maps (steps that split a text, ``ignore_merges`` of the BPE model) to llama.cpp's name for the pre-tokenizer."""
+"""Maps (the steps of a pre-tokenizer, ``ignore_merges`` of the BPE model) to llama.cpp's name for the pre-tokenizer."""
 
 PROBE = (
     "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶\u200d🌫️ (multiple emojis concatenated) ✅ 🦙🦙 "
@@ -116,10 +116,10 @@ RELEASED = {
 def save_gguf(model: Decoder, file: str | os.PathLike[str], quantization: str, *, name: str | None = None) -> None:
     """Write a model and its tokenizer as a GGUF file for llama.cpp.
 
-    The file is written beside its target and renamed when it is complete. If a process is killed, its leftover files
-    are removed by the next call with the same target. Norms, biases and other one-dimensional tensors are written in
-    float32, and matrices in the given type. Matrices whose row length is not a multiple of 32 can't be in q8_0 and are
-    written in f16, as in llama.cpp's converter.
+    The file is written next to its target and renamed when it is complete. If a process is killed, the next call with
+    the same target removes the files that the killed process left behind. Norms, biases and other one-dimensional
+    tensors are written in float32, and matrices in the given type. In q8_0, the row length of a matrix must be a
+    multiple of 32. Matrices with other row lengths are then written in f16, as in llama.cpp's converter.
 
     In a process group, only rank 0 writes, and the other ranks wait for it.
 
@@ -170,7 +170,7 @@ def save_gguf(model: Decoder, file: str | os.PathLike[str], quantization: str, *
 
 
 def check_target(file: str | os.PathLike[str], quantization: str) -> Path:
-    """Return the path that `save_gguf` writes to. Raises ImportError or ValueError as `save_gguf` does."""
+    """Return the path that `save_gguf` writes to. Raise ImportError or ValueError as `save_gguf` does."""
     try:
         import gguf  # noqa: F401
     except ImportError as error:
@@ -406,10 +406,9 @@ def pre_tokenizer(tokenizer: Any, content: dict[str, Any]) -> str:
 def _scores(bpe: dict[str, Any]) -> dict[str, float]:
     """Return a score for each token of a SentencePiece BPE tokenizer.
 
-    Such a tokenizer first merges the pair with the highest score.
-
-    The token that the first merge produces has the score 0, the token of the second merge has -1, and so on. Tokens
-    that no merge produces have the lowest scores.
+    The tokenizer first merges the pair whose merged token has the highest score. The token of the first merge has the
+    score 0, the token of the second merge has the score -1, and so on. Tokens that no merge produces have the lowest
+    scores.
     """
     merged = dict.fromkeys("".join(pair if isinstance(pair, list) else pair.split(" ")) for pair in bpe["merges"])
     others = [token for token in sorted(bpe["vocab"], key=bpe["vocab"].get) if not _is_reserved(token, bpe)]
@@ -421,8 +420,8 @@ def _is_reserved(token: str, bpe: dict[str, Any]) -> bool:
 
 
 def _looks_special(token: str) -> bool:
-    """Return whether an added token looks like a control token. llama.cpp's converter marks such a token as a control
-    token even if tokenizer.json does not mark it.
+    """Return whether an added token looks like a control token. llama.cpp's converter treats such a token as a control
+    token even if tokenizer.json does not mark it as special.
     """
     return (
         token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
@@ -432,7 +431,7 @@ def _looks_special(token: str) -> bool:
 
 
 def _extra_tensors(config: Any) -> dict[str, Tensor]:
-    """Return tensors that the checkpoint lacks: the divisors of the rotary frequencies, computed from the config."""
+    """Return the tensors that GGUF has in addition to the checkpoint's: the divisors of the rotary frequencies."""
     scaling = config.rope_scaling
     if isinstance(scaling, Llama3Scaling):
         plain = RotaryEmbedding(config.rotary_width, config.rope_theta).inv_freq
@@ -477,7 +476,7 @@ def _write(
             return types.F32
         return types.F16 if wanted is types.Q8_0 and shape[-1] % 32 else wanted
 
-    # The header comes first and has the shape of every tensor.
+    # The header is written first, and contains the name, shape and type of every tensor.
     extra = _extra_tensors(config)
     shapes = {**extra, **stored.shapes(torch.float32)}
     encodings = {}  # name in the checkpoint -> data type

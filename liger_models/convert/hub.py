@@ -28,12 +28,13 @@ _TRANSPORT_ERRORS: tuple[type[Exception], ...] = tuple(
     for base in HfHubHTTPError.__mro__
     if base.__module__.partition(".")[0] in ("httpx", "httpx2", "requests")
 )
-"""Base classes of the HTTP library's errors. The version of huggingface_hub determines which library it is."""
+"""Base classes of the HTTP library's errors. The HTTP library differs between versions of huggingface_hub."""
 
 
 @contextlib.contextmanager
 def naming(repo_id: str) -> Iterator[None]:
-    """Context manager that adds the model's name to the client's errors, and a hint if a local folder has this name.
+    """Context manager that adds the model's name to the client's errors. If a local folder has this name, a hint is
+    added, too.
 
     Raises:
         FileNotFoundError: ``repo_id`` is not a valid name, or it is the path of a local folder instead of a name on
@@ -42,7 +43,7 @@ def naming(repo_id: str) -> Iterator[None]:
     """
     todo = "Check the name and the connection to the hub."
     is_folder = f"{repo_id}: must be a name on the hub, got a folder. Load it with from_pretrained."
-    # A local folder with this name explains some of these errors.
+    # Some of these errors occur because the name is the path of a local folder.
     try:
         yield
     except HFValidationError as error:
@@ -132,8 +133,8 @@ def download(
             warnings.simplefilter("ignore")  # loading reads the config again and repeats the warnings
             read_config(chosen.config_class, part, strict=strict)
 
-        # The folder is named after the commit. Download the other files from this commit, even if the branch has
-        # moved since.
+        # The name of the folder is the commit. Download the other files from the same commit, even if the branch has
+        # changed in the meantime.
         commit = folder.name
         folder = fetch([INDEX, *asset_patterns(hf_config)], commit)
         shards = set(read_index(folder / INDEX).values()) if (folder / INDEX).is_file() else {WEIGHTS}

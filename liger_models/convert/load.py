@@ -87,10 +87,10 @@ def load_pretrained(
         keep_quantized: whether weights of linear layers and routed experts stay quantized if they are quantized in
             the checkpoint. These weights are frozen, take 4 or 8 bits per element plus the scales, and are
             dequantized during matrix products.
-        head: whether the model has a language-model head. Embedding models need none. With False, the head is tied to
+        head: whether the model has a language-model head. Embedding models need no head. With False, it is tied to
             the embedding, whether or not the checkpoint has a head. The model is then saved without a head, and tensor
-            names lack the prefix ``model.``, as in Qwen3-Embedding. None means False if the checkpoint has no head and
-            config.json does not tie the head to the embedding, and True otherwise.
+            names lack the prefix ``model.``, as in Qwen3-Embedding. With None, the model has a head if the checkpoint
+            has one or if config.json ties the head to the embedding.
         hf_config: content of a config.json to use instead of the file in the folder.
 
     Returns:
@@ -148,7 +148,8 @@ def load_pretrained(
 
     model.read_dtypes = wide
 
-    # Read the rest of the checkpoint. Only rank 0 saves, so only it needs the tensors that belong to no parameter.
+    # Read the rest of the checkpoint. Only rank 0 needs the tensors that belong to no parameter, because only rank 0
+    # saves them.
     if rank() == 0:
         for name in (name for name in stored if name.startswith(weights.kept)):
             with open_files() as files:
@@ -223,11 +224,11 @@ def read_assets(folder: Path, hf_config: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def _read_asset(path: Path) -> bytes:
-    """Read a file that is saved with the model. Raises ValueError if the file is a link to an unrelated file.
+    """Read a file that is saved with the model. Raise ValueError if the file is a symbolic link to an unrelated file.
 
-    Without this check, a link in an untrusted checkpoint could copy any local file into the next saved checkpoint,
-    which may be uploaded to the hub. Links to ``blobs/<hash>`` are allowed, because the hub client's cache consists
-    of such links.
+    Without this check, any local file that a symbolic link in an untrusted checkpoint points to would be copied into
+    the next saved checkpoint, which may be uploaded to the hub. Links to ``blobs/<hash>`` are allowed, because the hub
+    client's cache consists of such links.
     """
     target = path.resolve()
     if target.name != path.name and target.parent.name != "blobs" and not target.is_relative_to(path.parent.resolve()):
@@ -282,7 +283,7 @@ def _load_parts(
     device: torch.device | str,
     progress: bool,
 ) -> None:
-    """Shard the model, and load this rank's shard of each parameter, or the whole parameter if it is unsharded."""
+    """Shard the model, and load this rank's shard of each parameter. Unsharded parameters are loaded completely."""
     # Convert the parameters first, because their dtype determines the dtype of the shards.
     dtypes = {name: _wider(dtype) for name in wide_parameters(model)}
     for name, parameter in model.named_parameters():
@@ -306,7 +307,7 @@ def _load_parts(
                 parameter.copy_(_read(expression, stored, target, device))
                 continue
 
-            # The parameter is a DTensor, or holds codes into which this rank's rows are quantized.
+            # The parameter is a DTensor, or holds codes. For codes, this rank's rows are quantized after reading.
             with open_files() as files:
 
                 def read(
@@ -343,7 +344,7 @@ def _keep_quantized(
             if expression is None or encoding is None or not moves_rows(expression, weight):
                 continue
 
-            # Store the tensors of the weight row by row, so that each row has its own scales.
+            # Every tensor of the weight has one row for each row of the dense weight, so each row has its own scales.
             rows, is_any_kept = weight.shape[:-1], True
             tensors = tuple(weight.new_empty(*rows, width, dtype=kind) for width, kind in encoding.widths.values())
             format_ = FORMATS[encoding.format]
@@ -366,8 +367,8 @@ def _keep_quantized(
 def _common_encoding(expression: Expression, stored: Mapping[str, StoredTensor]) -> Encoding | None:
     """Return the encoding of a parameter's first tensor, or None if the parameter can't be kept quantized.
 
-    A parameter can be kept quantized only if all its tensors are stored in the same way, with scales in a supported
-    dtype.
+    A parameter can be kept quantized only if all of its tensors are stored in the same way, and if their scales have a
+    supported dtype.
     """
     encodings = [stored[name].encoding for name in expression.names()]
     first = encodings[0]
@@ -387,7 +388,7 @@ def _fill_codes(
 
     Args:
         parameter: the codes.
-        frozen: the tensors of the weight in addition to its codes.
+        frozen: the other tensors of the weight.
         expression: the parameter's expression in the weight map.
         stored: the tensors of the checkpoint.
     """
@@ -395,7 +396,7 @@ def _fill_codes(
     widths = next(iter(encodings.values())).widths
     with torch.no_grad(), open_files() as files:
         for of_weight, tensor in frozen.tensors(parameter).items():
-            # `tensor` holds bytes: rows of `width` elements with `itemsize` bytes each. Find this rank's part of it.
+            # `tensor` holds bytes: rows of `width` elements with `itemsize` bytes each. Find this rank's elements.
             width, itemsize = widths[of_weight][0], widths[of_weight][1].itemsize
             (*rows, column), shard = offset_of(tensor), local(tensor)
             part = Part((*rows, column // itemsize), (*shard.shape[:-1], shard.shape[-1] // itemsize))
@@ -450,14 +451,15 @@ def of_whole_model(stored: Mapping[str, StoredTensor], maps: Sequence[WeightMap]
         names = {name for expression in weights.entries.values() for name in expression.names()}
         absent = names - stored.keys()
         renamed = {name: f"model.{name}" for name in stored if name not in names and f"model.{name}" in absent}
-        # The model was saved without its head only if, with the prefix added, all tensors except the head exist.
+        # The model was saved without its head only if all tensors except the head exist once the prefix is added.
         if renamed and all(".lm_head." in f".{name}" for name in absent.difference(renamed.values())):
             return {renamed.get(name, name): tensor for name, tensor in stored.items()}
     return {**stored}
 
 
 def _wider(dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype, at least fp32, of the parameters in `Layer.wide`. All other parameters are in ``dtype``."""
+    """Return the dtype of the parameters in `Layer.wide`: ``dtype``, which all other parameters have, but at least
+    fp32."""
     return torch.promote_types(dtype or torch.float32, torch.float32)
 
 
@@ -468,8 +470,8 @@ def _one_dtype(
 
     Tensors of the parameters in ``wide`` are ignored.
 
-    As in transformers, the returned dtype is the dtype in config.json. If config.json has no dtype, the returned dtype
-    is the one that most elements of the checkpoint have.
+    As in transformers, the returned dtype is the dtype in config.json. If config.json has no dtype, the dtype of the
+    largest number of elements is returned.
     """
     counts: Counter[torch.dtype] = Counter()
     for expression in (expression for name, expression in weights.entries.items() if name not in wide):
@@ -492,8 +494,8 @@ def pick_map(maps: Sequence[WeightMap], stored: Mapping[str, Any], parameters: M
     """Choose the layout whose tensor names best match the names in a checkpoint.
 
     For each layout, the parameters that have tensors in the checkpoint are counted, and the layout with the highest
-    count is chosen. If only some of a parameter's tensors exist, the parameter counts as a fraction: the share of its
-    tensors that exist. Among layouts with the same names, the layout with the most matching shapes is chosen.
+    count is chosen. If only some of a parameter's tensors exist, the parameter counts as the fraction of its tensors
+    that exist. Among layouts with the same names, the layout with the most matching shapes is chosen.
 
     Args:
         maps: the weight map of each layout.
@@ -593,7 +595,7 @@ def _read(
 ) -> Tensor:
     """Read all checkpoint tensors of a parameter, and return the whole parameter."""
     names = expression.names()
-    # Open the files for each parameter anew, because the pages of a mapped file count as memory of this process.
+    # Open the files separately for each parameter, because the pages of a mapped file count as memory of this process.
     with open_files() as files:
         tensors = {name: read_whole(files, stored[name]) for name in names}
         packed = expression.pack({name: _to(tensor, device, dtype) for name, tensor in tensors.items()})

@@ -57,12 +57,12 @@ def save_pretrained(
 
     If an unsharded model is saved in a process group, only rank 0 writes, and the other ranks that call this function
     wait for rank 0. If the model is sharded, all ranks must call this function. Under torchrun, the files are then
-    distributed over the ranks on the host of rank 0, and each of these ranks writes its own files. Each parameter is
-    gathered only on the rank that writes it. A rank that writes holds the tensors of about one file at a time. All
+    distributed over the ranks on the host of rank 0, and each of these ranks writes some of the files. Each parameter
+    is gathered only on the rank that writes it. A rank that writes holds the tensors of about one file at a time. All
     other ranks only send their shards.
 
     Args:
-        model: the model. Its ``hf_config`` and ``assets`` are saved, too.
+        model: the model. Its ``hf_config`` and ``assets`` are also saved.
         folder: the folder, which is created if it does not exist.
         dtype: dtype of the saved tensors; None for the dtype of each parameter. With None, weights that were loaded
             with ``keep_quantized`` are saved in their original quantized form, provided that all quantized weights of
@@ -70,9 +70,9 @@ def save_pretrained(
         max_shard_size: maximum size of a file, in bytes or as "5GB".
         auto_map: whether to add a small code file and refer to it in config.json. With ``trust_remote_code=True``,
             the auto classes of transformers then return the model of this package; see `liger_models.hf`.
-        mxfp4: folder of the MXFP4 checkpoint from which the model was loaded. Tensors that are in MXFP4 in this
-            checkpoint must be unchanged. They are written in MXFP4, bitwise identical. By default, all tensors are
-            written in ``dtype``.
+        mxfp4: folder of the MXFP4 checkpoint from which the model was loaded. The values of tensors that are in MXFP4
+            in this checkpoint must be unchanged. These tensors are written bitwise identically in MXFP4. By default,
+            all tensors are written in ``dtype``.
         hf_config: content of config.json. Only keys about quantization and ``auto_map`` are added to it. By default,
             config.json is written from the model's config.
         tensors: unsharded tensors, by name, that are saved instead of the model's parameters. The calling rank then
@@ -107,7 +107,7 @@ def save_pretrained(
     if auto_map:
         hf_config, assets = with_auto_map(hf_config, assets, format_of(type(model)).hf_class)
 
-    # Unsharded tensors are written by the caller or by rank 0, and sharded tensors by all ranks together.
+    # All ranks together save a sharded model. The calling rank saves the argument `tensors`. Otherwise, rank 0 saves.
     files = _Files(Path(folder).absolute(), contents, dtype, plan, hf_config, assets)
     if contents.stored.is_sharded:
         files.save_together()
@@ -138,7 +138,7 @@ class _Contents(NamedTuple):
     Attributes:
         stored: the tensors that are computed from parameters.
         kept: the tensors that are written without changes, by name.
-        quantization: a dict with the entry ``quantization_config`` of config.json, or an empty dict.
+        quantization: a dict with the entry ``quantization_config`` for config.json; empty for dense tensors.
     """
 
     stored: CheckpointTensors
@@ -156,7 +156,8 @@ def _contents(
     mxfp4: str | os.PathLike[str] | None,
     parameters: Mapping[str, Tensor] | None,
 ) -> _Contents:
-    """Return the tensors to write: dense, quantized as they were read, or in MXFP4 with the scales of ``mxfp4``."""
+    """Return the tensors to write: dense, quantized as in the files that were read, or in MXFP4 with the scales of
+    the checkpoint ``mxfp4``."""
 
     def of_model(weights: WeightMap) -> WeightMap:
         return weights if model.has_head else weights.of_body()
@@ -168,7 +169,8 @@ def _contents(
         weights, quantization, encodings = read_mxfp4(type(model), stored.config, Path(mxfp4))
         return _Contents(stored._replace(weights=weights, encodings=encodings), kept, quantization)
 
-    # Save weights quantized as they were read, unless a quantized weight of the checkpoint is dense now.
+    # Save weights in the quantized form in which they were read. If a quantized weight of the checkpoint is now dense,
+    # save all weights dense.
     read = model.quantized
     if dtype is not None or not stored.kept:
         return _Contents(stored, kept, {})
@@ -177,7 +179,7 @@ def _contents(
     if {theirs for name in stored.kept for theirs in weights.entries[name].names()} != read.encodings.keys():
         return _Contents(stored, kept, {})
 
-    # Kept tensors are written as they were read, unless they were trained.
+    # Kept tensors are written in the form in which they were read, unless they were trained.
     kept |= read.extras
     trained = model.trained_tensors()
     for name, as_read in read.kept.items():
@@ -263,7 +265,7 @@ class _Files(NamedTuple):
 
 
 def write_checkpoint(folder: Path, write: Callable[[Path], None]) -> None:
-    """Replace the checkpoint in a folder by the files that ``write`` writes to another folder; see `write_folder`."""
+    """Replace the checkpoint in a folder by the files that ``write`` writes to a new folder; see `write_folder`."""
     write_folder(folder, write, last=CONFIG, stale=(WEIGHTS, SHARDS, INDEX, MODELOPT))
 
 
@@ -285,7 +287,7 @@ def _owners(files: Mapping[str, Collection[str]], kept: Collection[str]) -> dict
     The files are distributed over the ranks on the host of rank 0. Files with kept tensors are written by rank 0,
     because only rank 0 has these tensors.
 
-    torchrun numbers the ranks of a host consecutively, and an environment variable holds the number of ranks on the
+    torchrun numbers the ranks of a host consecutively, and sets an environment variable to the number of ranks on the
     host. Ranks on other hosts may have no access to the folder.
     """
     writers = min(int(os.environ.get("LOCAL_WORLD_SIZE", 1)), world_size())
@@ -308,8 +310,8 @@ def _write_part(
         target: the folder.
         file_of: the file of each tensor, by the tensor's name.
         owners: the rank that writes each file, by the file's name.
-        named: iterator over the tensors that this rank receives, including all tensors of its files. Reading a tensor
-            gathers it.
+        named: iterator over the tensors that this rank receives, which include all tensors of its files. A tensor is
+            gathered when it is read from the iterator.
         gathered: iterator over parameters from which ``named`` reads. Every rank must read this iterator to the end.
     """
     owned = {file for file, owner in owners.items() if owner == rank()}
@@ -346,10 +348,10 @@ def _write_tensors(
 
 
 def _warn_of_derived_class(model: Decoder) -> None:
-    """Warn if the saved checkpoint will be loaded with a base class, because the model's class is not registered."""
+    """Warn if the model's class is not registered, because the checkpoint will then be loaded with a base class."""
     classes = type(model).__mro__
     saved_as = next((cls for cls in classes if cls in FORMATS), classes[0])
-    # Leave out classes of torch, because FSDP derives its own class from the model's class.
+    # Ignore PyTorch's classes, because FSDP derives a class from the model's class.
     derived = [cls for cls in classes[: classes.index(saved_as)] if not cls.__module__.startswith("torch.")]
     if derived and rank() == 0:
         warnings.warn(
