@@ -1,7 +1,7 @@
 """The models of this package with transformers' interface, for Trainer, TRL, PEFT, pipelines and other tools.
 
-This subpackage needs the extra ``hf``. Each model type has a class with the same name as in transformers, such as
-``liger_models.hf.LlamaForCausalLM``.
+This subpackage needs the package's extra ``hf``. Each model type has a class with the same name as in transformers,
+such as ``liger_models.hf.LlamaForCausalLM``.
 """
 
 from typing import Any

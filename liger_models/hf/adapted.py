@@ -1,4 +1,4 @@
-"""Models of this package as PEFT sees them. While a model has PEFT's adapters, its modules have transformers' names."""
+"""Makes models compatible with PEFT. While a model has PEFT's adapters, its modules have transformers' names."""
 
 import sys
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from liger_models.adapters.unpacked import UnpackedModel, unpack_projections
 
 
 class Adaptable:
-    """Mixin for a model with a body ``model``. To PEFT, the model looks like the tree from `unpack_projections`.
+    """Mixin for a model with a body ``model``. PEFT adapts the modules of the tree from `unpack_projections`.
 
     Before PEFT looks for modules, the model's projections are unpacked, and the submodules of the tree replace the
     submodules of the model and of its body. After PEFT has removed its adapters, the projections are packed again.
@@ -37,8 +37,8 @@ class Adaptable:
         """
         if self.tree is None and sys._getframe(1).f_globals.get("__name__", "").startswith("peft.tuners."):
             self._unpack()
-        # Read an attribute of the tree. The tree's property `peft_config` would look up a missing value in this model
-        # again.
+        # Read `adapter_configs`, because the tree's property `peft_config` would look up a missing value in this model
+        # and thus call this property again.
         configs = None if self.tree is None else self.tree.adapter_configs
         if configs is None:
             raise AttributeError(f"{type(self).__name__} has no adapters of PEFT.")
@@ -63,7 +63,7 @@ class Adaptable:
         node = tree.get_submodule("model")
         vars(self)["packed_modules"] = self._modules, body._modules, body._parameters
         vars(self)["peft_tree"], vars(body)["decoder"] = tree, body.decoder
-        # The body shares the dicts of the tree's node, so the tree also has whatever PEFT puts into the body.
+        # The body shares the dicts of the tree's node, so modules that PEFT adds to the body are also in the tree.
         vars(body)["_modules"], vars(body)["_parameters"] = node._modules, node._parameters
         vars(self)["_modules"] = {**tree._modules, "model": body}
 
@@ -93,7 +93,8 @@ class Adaptable:
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load parameters by the names of `state_dict`. Without adapters, this is `Checkpoint.load_state_dict`."""
+        """Load parameters by the names that `state_dict` uses. If the model has no adapters, this method calls
+        `Checkpoint.load_state_dict`."""
         if self.tree is not None:
             model: Any = self
             return nn.Module.load_state_dict(model, state_dict, strict, assign)

@@ -49,8 +49,8 @@ def _class_of(arch: type[CausalLM], model_type: str) -> type[LigerForCausalLM]:
         "__module__": MODULE,
         "config_class": config_class(model_type),
     }
-    # For families with images, the forward's signature names the image inputs, and ``get_image_features`` and
-    # ``get_video_features`` run only the towers.
+    # In families with images, the signature of the forward has the image inputs. The methods ``get_image_features`` and
+    # ``get_video_features`` run only the vision tower.
     if arch.prompt_inputs:
         members["forward"] = _forward_with(arch.prompt_inputs)
         members["input_modalities"] = ("image", "text")
@@ -58,7 +58,7 @@ def _class_of(arch: type[CausalLM], model_type: str) -> type[LigerForCausalLM]:
         members["get_image_features"] = _features_of
     if "pixel_values_videos" in arch.prompt_inputs and hasattr(arch, "image_features"):
         members["get_video_features"] = _features_of
-    # Transformers looks for GenerationMixin among the direct bases.
+    # GenerationMixin must be a direct base, because transformers checks only the direct bases.
     return type(_name_of(arch), (LigerForCausalLM, GenerationMixin), members)
 
 
@@ -89,7 +89,7 @@ def _classes_of(model_type: str) -> list[Any]:
 
 def _name_of(arch: type[CausalLM]) -> str:
     name = format_of(arch).hf_class
-    # The class of a user's architecture may have a name without a known ending, such as "MyModel".
+    # The `hf_class` of a custom architecture may be a name without a known ending, such as "MyModel".
     return name if name.endswith(tuple(AUTO_CLASSES_OF)) else f"{name}ForCausalLM"
 
 
@@ -118,7 +118,7 @@ def _features_of(self: LigerForCausalLM, *inputs: Tensor, **named: Tensor) -> Ba
         inputs, named: the pixels, and the tensors that describe them, such as grid sizes; the same as in the forward.
     """
     decoder: Any = self.model.decoder
-    # A video is an image with several frames, but the names of its inputs differ.
+    # A video is an image with several frames, but videos have other input names than images.
     names = {"pixel_values_videos": "pixel_values", "video_grid_thw": "image_grid_thw"}
     tokens = decoder.image_features(*inputs, **{names.get(name, name): value for name, value in named.items()})
     return BaseModelOutputWithPooling(pooler_output=tokens)
@@ -130,8 +130,8 @@ def find_class(name: str) -> Any:
     Raises:
         AttributeError: no model type has such a class.
     """
-    # First check model types for which transformers has this name, because checking any other model type imports its
-    # family.
+    # First check the model types for which transformers has a class of this name. Checking a model type imports its
+    # family, so this order imports few families.
     autos = _auto_classes()
     model_types = dict.fromkeys((*built_in(), *list_archs()))
     for model_type in sorted(model_types, key=lambda each: all(class_name(auto, each) != name for auto in autos)):
@@ -161,12 +161,12 @@ def wrap(model: CausalLM) -> LigerForCausalLM:
 
 
 def register() -> None:
-    """For every model type that this package supports, make transformers' auto classes return this package's models.
+    """Make transformers' auto classes return this package's models for every model type that this package supports.
 
     Afterwards, the methods ``from_pretrained`` and ``from_config`` of ``AutoModelForCausalLM``,
     ``AutoModelForImageTextToText``, ``AutoModelForMultimodalLM`` and ``AutoModelForSequenceClassification`` return
-    these models. For other model types, these methods still return transformers' models. transformers' own classes,
-    such as ``transformers.LlamaForCausalLM``, do not change. A second call changes nothing.
+    models of this package. For unsupported model types, they still return transformers' models. transformers' own
+    classes, such as ``transformers.LlamaForCausalLM``, do not change. A second call changes nothing.
 
     Raises:
         ValueError: another class has been registered for one of the model types.
@@ -181,7 +181,7 @@ def register() -> None:
                     f"{other.__module__}.{other.__qualname__}. Do not register both, or use "
                     f"liger_models.hf.{ours.__name__}.from_pretrained."
                 )
-    # AutoConfig does not yet know the model types of a user's architectures, and pipelines do not know their classes.
+    # AutoConfig does not yet know the model types of custom architectures, and pipelines do not know their classes.
     new = [config_class(model_type) for model_type in set(list_archs()) - set(built_in())]
     for config in new:
         AutoConfig.register(config.model_type, config, exist_ok=True)
@@ -261,8 +261,8 @@ def _find(auto_class: Any, config: Any) -> Any:
     """Return the class of this package that an auto class should return for a configuration class, or None.
 
     If transformers knows the model type, our class appears in the same auto classes as the transformers class with the
-    same name. Two kinds of models count as causal language models: models whose type transformers does not have, and
-    language models that transformers lists only as parts of other models.
+    same name. In two cases, our class appears in the auto class for causal language models: transformers does not know
+    the model type, or transformers uses the language model only as a part of other models.
     """
     outer = getattr(config, "model_type", None)
     listed = class_name(auto_class, outer) if isinstance(outer, str) else None

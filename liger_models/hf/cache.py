@@ -22,8 +22,8 @@ class LigerCache(Cache):
     """The ``past_key_values`` that a model returns, and that the caller passes back with the next tokens.
 
     Attributes:
-        given: the transformers cache that the caller passed; None if the caller passed none. The new tokens are
-            added to this cache after the forward.
+        given: the transformers cache that the caller passed, to which new tokens are added after the forward; None if
+            the caller passed no transformers cache.
         is_unused: whether ``generate`` has created the cache but not yet used it.
     """
 
@@ -50,9 +50,9 @@ class LigerCache(Cache):
         return self._decode
 
     def fill_later(self, fill: Callable[[], DecodeCache]) -> None:
-        """Register ``fill``, which is called when the cache is first used.
+        """Register ``fill``, a function that computes the cache. It is called when the cache is first used.
 
-        The cache that ``generate`` returns is seldom used, so computing it at once would usually be wasted work.
+        The cache that ``generate`` returns is seldom used, so computing it immediately would usually be wasted work.
         """
         self._fill = fill
 
@@ -68,7 +68,8 @@ class LigerCache(Cache):
         Raises:
             ValueError: ``past_key_values`` is not a ``DynamicCache``, or ``allowed`` is False.
         """
-        # Quantized and static cache layers, and cache layers of linear attention, hold other data than keys and values.
+        # Quantized cache layers, static cache layers and cache layers of linear attention do not store keys and values
+        # unchanged.
         layers = past_key_values.layers if isinstance(past_key_values, Cache) else None
         if layers is None or not allowed or not all(type(layer) in (*KEYS_AND_VALUES, DummyLayer) for layer in layers):
             known = "a DynamicCache, " if allowed else ""
@@ -82,8 +83,8 @@ class LigerCache(Cache):
         cache.decode.length = max((int(layer.get_seq_length()) for layer in filled), default=0)
         for i, layer in enumerate(layers):
             if layer in filled and cache.decode.length:
-                # [B, G, S, D] -> [B, S, G, D]. A layer with a window has dropped the first tokens. No query attends to
-                # these tokens, so zeros replace them.
+                # [B, G, S, D] -> [B, S, G, D]. A layer with a window has dropped the first tokens. Zeros replace the
+                # dropped tokens, because no query attends to them.
                 held = (x.transpose(1, 2) for x in (layer.keys, layer.values))
                 keys, values = (pad(x, (0, 0, 0, 0, cache.decode.length - x.shape[1], 0)) for x in held)
                 cache.decode._layers[i] = keys, values
@@ -102,10 +103,10 @@ class LigerCache(Cache):
 
     @property
     def layers(self) -> list[Any]:
-        """One cache layer of transformers for each layer of the model, with views of its keys and values, [B, G, S, D].
+        """For each layer of the model, a cache layer of transformers with views of the keys and values, [B, G, S, D].
 
-        Do not write to the views. A ``DummyLayer`` stands for a layer of linear attention. In a layer of latent
-        attention, the key of a token is its row of latents, and the values have width 0.
+        Do not write to the views. The entry for a layer of linear attention is a ``DummyLayer``. For a layer of latent
+        attention, the key of a token is the cached vector with the token's latent, and the values have width 0.
         """
         layers: list[Any] = []
         for i in range(len(self)):
@@ -134,12 +135,12 @@ class LigerCache(Cache):
         return self.decode.length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return −1, which means that the length is not limited."""
+        """Return −1, because the length of the cache is not limited."""
         return -1
 
     @property
     def max_cache_len(self) -> int:
-        """The result of `get_max_length`. PEFT reads it by this name."""
+        """The result of `get_max_length`. PEFT reads this property."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -159,11 +160,11 @@ class LigerCache(Cache):
         self.decode.select(torch.arange(self.batch_size, device="cpu").repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens. To remove n tokens, pass −n as ``tokens_to_remove``.
+        """Remove the last n tokens; ``tokens_to_remove`` is −n.
 
         Raises:
-            ValueError: ``tokens_to_remove`` is positive, which transformers' caches also refuse; or the cache holds
-                linear-attention states, from which tokens cannot be removed.
+            ValueError: ``tokens_to_remove`` is positive, or the cache holds linear-attention states, from which tokens
+                cannot be removed.
         """
         if tokens_to_remove > 0:
             raise ValueError(
@@ -201,7 +202,7 @@ class LigerCache(Cache):
 
 
 def _describe(cache: Any) -> str:
-    """Describe a cache in an error message: its type, and the types of layers that hold more than keys and values."""
+    """Return a description of a cache for an error message: its type, and the types of its unsupported layers."""
     layers = {type(layer) for layer in getattr(cache, "layers", None) or ()} - {*KEYS_AND_VALUES}
     names = ", ".join(sorted(layer.__name__ for layer in layers))
     return type(cache).__name__ + (f" with {names}" if names else "")

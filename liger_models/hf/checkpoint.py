@@ -60,7 +60,8 @@ _IGNORED = [
 
 
 class Mismatch(NamedTuple):
-    """A tensor whose shape in a checkpoint differs from its shape in the model, in transformers' form for reports."""
+    """A tensor whose shape in a checkpoint differs from its shape in the model. The fields are those that transformers
+    reports."""
 
     name: str
     stored: tuple[int, ...]
@@ -104,19 +105,19 @@ class Loading:
             config: configuration that replaces the checkpoint's configuration.
             dtype: dtype of the weights, or the dtype's name, such as "bf16"; None or "auto" for the checkpoint's dtype.
             torch_dtype: older name of ``dtype``.
-            device_map: one device, "auto" (the accelerator, or the CPU if there is none), or a dict that names only one
-                device. By default, the device of ``torch.set_default_device``.
+            device_map: one device, "auto" (the accelerator, or the CPU if there is none), or a dict that contains only
+                one device. By default, the device of ``torch.set_default_device``.
             cache_dir, force_download, local_files_only, token, revision: as in huggingface_hub.
             subfolder: subfolder of a local folder.
             generation_config: defaults for ``generate`` that replace the checkpoint's defaults.
-            output_loading_info: whether to also return a dict of sets. Its ``missing_keys`` and ``mismatched_keys``
-                name the tensors that have random values. Any other mismatch is an error.
+            output_loading_info: whether to also return a dict of sets. The sets ``missing_keys`` and
+                ``mismatched_keys`` list the tensors that have random values. Any other mismatch is an error.
             ignore_mismatched_sizes: whether to warn, instead of raising an error, about tensors that have another shape
                 in the checkpoint, and about a head that the checkpoint lacks. These tensors keep random values.
             state_dict: tensors to load instead of the checkpoint's tensors, by their names in a checkpoint or in the
                 model.
-            options: values for the configuration, such as ``use_cache`` or ``attn_implementation``. Arguments of
-                transformers that only determine how to load the model are ignored.
+            options: values for fields of the configuration, such as ``use_cache`` or ``attn_implementation``. Arguments
+                of transformers that only determine how the model is loaded are ignored.
 
         Raises:
             FileNotFoundError: the folder or a file in it is missing.
@@ -171,12 +172,12 @@ class Loading:
             model, missing, mismatched = cls._load(config_, folder, dtype, device, ignore_mismatched_sizes)
         else:
             model = cls._from_state_dict(config_, state_dict, dtype, device)
-        # Warn about random weights, and update what the configuration says about the weights.
+        # Warn about random weights, and update the fields of the configuration that describe the weights.
         if missing or mismatched:
             drawn = [*missing, *(f"{name} {list(old)} -> {list(new)}" for name, old, new in mismatched)]
             logger.warning(f"{cls.__name__}: weights that {folder} lacks are drawn: {some(drawn)}. Train the model.")
         decoder = model.get_decoder().decoder
-        if hasattr(config_, "quantization_config"):  # of MXFP4 weights, which were dequantized when they were read
+        if hasattr(config_, "quantization_config"):  # MXFP4 weights were dequantized when they were read
             del config_.quantization_config
         config_.dtype = decoder.dtype
         config_.name_or_path = model.name_or_path = str(pretrained_model_name_or_path)
@@ -222,7 +223,7 @@ class Loading:
                 twin = arch(ours)
             stored = of_whole_model(stored, format_of(arch).file_maps(ours))
             missing, mismatched = find_missing_head(twin, stored), find_mismatched(twin, stored)
-        # `load_pretrained` refuses incomplete checkpoints, and allocates no memory for random weights.
+        # `load_pretrained` allocates no memory for random weights, but rejects incomplete checkpoints.
         if missing or mismatched:
             decoder = arch.from_config(ours, dtype=as_dtype_of(stored, dtype), device=device)
             fill_decoder(decoder, stored, [*missing, *(name for name, _, _ in mismatched)])
@@ -239,7 +240,7 @@ class Loading:
         dtype: torch.dtype | str | None,
         device: torch.device,
     ) -> Any:
-        """Build a model from the tensors of a state dict, in ``dtype`` or, if it is None, in the tensors' dtype."""
+        """Build a model from the tensors of a state dict, in ``dtype``; None or "auto" for the tensors' dtype."""
         floats = (tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point())
         stored = next(floats, torch.float32)
         target = stored if dtype in (None, "auto") else as_dtype("from_pretrained: dtype", dtype)
@@ -272,8 +273,8 @@ class Checkpoint(Loading):
 
         Args:
             save_directory: the folder, which is created if it does not exist.
-            is_main_process: whether this rank writes an unsharded model. By default, only rank 0 writes. The parameters
-                of a sharded model are gathered from all ranks.
+            is_main_process: whether this rank writes an unsharded model. By default, only rank 0 writes. A sharded
+                model is gathered from all ranks and written whatever the value is.
             state_dict: unsharded tensors to save instead of the parameters, by the names that ``state_dict()`` uses. If
                 the dict is empty, no tensors are written. Trainer passes an empty dict if DeepSpeed writes the tensors
                 in shards.
@@ -297,7 +298,7 @@ class Checkpoint(Loading):
 
         if push_to_hub:
             check_upload(hf_model)
-        # Some options are for the upload, and all other known options have no effect.
+        # The options in `UPLOAD` are for the upload. All other known options have no effect.
         usual = UPLOAD | {"safe_serialization", "save_peft_format", "save_original_format", "save_function"}
         unknown = sorted(name for name in options.keys() - usual if options[name] not in (None, False))
         if unknown:
@@ -325,7 +326,7 @@ class Checkpoint(Loading):
                 f"{len(tensors['embed_tokens.weight'])} and {len(head)}. Replace both, or call resize_token_embeddings."
             )
 
-        # Prepare the other files. The model's defaults for generate replace the loaded ones.
+        # Prepare the other files. The model's current defaults for generate replace the loaded defaults.
         config = copy.deepcopy(self.config)
         config.architectures, config.dtype = [type(self).__name__], tensors["embed_tokens.weight"].dtype
         assets = {GENERATION_CONFIG: self.generation_config.to_json_string().encode()}
@@ -339,7 +340,7 @@ class Checkpoint(Loading):
     def _without_tensors(
         self, folder: str | os.PathLike[str], is_main_process: bool | None, state_dict: Mapping[str, Tensor] | None
     ) -> bool:
-        """If ``state_dict`` is empty, write only the configurations. Return whether it is empty."""
+        """If ``state_dict`` is an empty dict, write only the configurations. Return whether it is an empty dict."""
         if state_dict is None or state_dict:
             return False
         if writes(is_main_process):
@@ -355,7 +356,7 @@ class Checkpoint(Loading):
 
         With ``strict=False``, a part of a checkpoint, such as one of its files, can be loaded.
         """
-        # Load by the model's own names.
+        # Load by the names of the parameters in memory.
         if any(name.startswith(PREFIX) for name in state_dict):
             return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
 
@@ -392,7 +393,7 @@ class Checkpoint(Loading):
                     tensors = {name: tensor.to(parameter.device, parameter.dtype) for name, tensor in tensors.items()}
                 if not tensors:
                     continue
-                if len(tensors) < len(expression.names()):  # one of several files: other tensors keep their values
+                if len(tensors) < len(expression.names()):  # the parameter's other tensors keep their values
                     tensors = expression.unpack(parameter.detach()) | tensors
                 packed = expression.pack(tensors)
                 if assign:
@@ -424,8 +425,8 @@ def _is_tied(arch: type[CausalLM], folder: Path) -> bool:
     """Return False only if the family has an untied head by default and config.json does not say whether the head is
     tied.
 
-    The default of transformers may be a tied head although the published model has an untied head (Mistral Small 3).
-    With this default, the head of the published model would be lost.
+    By default, transformers may tie the head although the published model has an untied head (Mistral Small 3). The
+    head of the published model would then be lost.
     """
     hf = read_json_config(folder) if (folder / CONFIG).is_file() else {}
     if "tie_word_embeddings" in hf or hf.get("model_type") != format_of(arch).model_type:
@@ -444,7 +445,7 @@ def find_missing_head(decoder: CausalLM, stored: Mapping[str, StoredTensor]) -> 
 
 
 def check_shapes(where: str, mismatched: list[Mismatch]) -> None:
-    """Raise ValueError if there are ``mismatched`` tensors, whose shapes differ from the shapes in the model."""
+    """Raise ValueError unless ``mismatched``, the list of tensors with other shapes than in the model, is empty."""
     if mismatched:
         differences = [f"{name} {list(old)}, not {list(new)}" for name, old, new in mismatched]
         raise ValueError(
@@ -463,8 +464,8 @@ def fill_decoder(decoder: CausalLM, stored: Mapping[str, StoredTensor], names: C
     """
     parameters = dict(decoder.named_parameters())
     weights = pick_map(format_of(type(decoder)).weight_maps(decoder.config), stored, parameters)
-    # Copy the random tensors, under their names in a checkpoint. A packed parameter may consist of both random tensors
-    # and tensors that are read.
+    # Copy the tensors that keep their random values, under their names in a checkpoint. A packed parameter may consist
+    # of both random tensors and tensors that are read.
     drawn = {
         name: tensor.clone()
         for ours, expression in weights.entries.items()
@@ -478,7 +479,7 @@ def fill_decoder(decoder: CausalLM, stored: Mapping[str, StoredTensor], names: C
         for name, tensor in stored.items():
             if name in drawn:
                 continue
-            # Tensors that belong to no parameter are either kept for the next save or skipped.
+            # A tensor that belongs to no parameter is either kept for the next save or skipped.
             with open_files() as files:
                 if name.startswith(weights.kept):
                     decoder.kept_tensors[name] = read_whole(files, tensor).clone()
@@ -527,8 +528,7 @@ def body_tensors(decoder: CausalLM, parameters: Mapping[str, Tensor]) -> dict[st
         decoder: the model.
         parameters: the tensors by the names of the decoder's parameters. The tensors of the head are ignored.
     """
-    # If the head is not tied, the weight map requires the head's parameters. Use empty tensors for them, which are
-    # dropped below.
+    # If the head is not tied, the weight map requires the head's parameters. Pass empty tensors, and drop them below.
     entries = format_of(type(decoder)).weight_map(decoder.config).entries
     head = {name: torch.empty(0, device="cpu") for name in entries if name.startswith("lm_head.")}
     body = {name: tensor for name, tensor in parameters.items() if not name.startswith("lm_head.")}
@@ -548,7 +548,7 @@ def _loading_info(missing: list[str], mismatched: list[Mismatch]) -> dict[str, A
 
 
 def _check_options(options: dict[str, Any], config: PreTrainedConfig, folder: Path) -> None:
-    """Raise ValueError if the folder holds an adapter, or if arguments of ``from_pretrained`` are not supported."""
+    """Raise ValueError if the folder contains an adapter, or if arguments of ``from_pretrained`` are not supported."""
     adapter = (options.pop("adapter_kwargs", None) or {}).get("_adapter_model_path")
     if (folder / "adapter_config.json").is_file():
         adapter = folder
@@ -576,7 +576,7 @@ def writes(is_main_process: bool | None, *, sharded: bool = False) -> bool:
     """Return whether this rank writes the files of a checkpoint.
 
     Args:
-        is_main_process: the caller's argument. With None, only rank 0 writes, and a warning says so on all other ranks.
+        is_main_process: the caller's argument. With None, only rank 0 writes, and all other ranks log a warning.
         sharded: whether all ranks gather the tensors together. Only rank 0 may then write.
     """
     if sharded:
@@ -593,11 +593,11 @@ def writes(is_main_process: bool | None, *, sharded: bool = False) -> bool:
 def uploads(
     model: Any, folder: str | os.PathLike[str], push_to_hub: bool, options: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Context manager that uploads the files that are written into a folder, on rank 0.
+    """Context manager that uploads the files that are written to a folder within the context. Only rank 0 uploads.
 
     Args:
         model: a model of transformers.
-        folder: the folder. It is created if it does not exist.
+        folder: the folder, which is created if it does not exist.
         push_to_hub: whether to upload anything.
         options: arguments of the method ``push_to_hub``. All other names are ignored.
     """
@@ -627,15 +627,15 @@ def check_upload(model: nn.Module) -> None:
 
 
 def _without_values() -> bool:
-    """Return whether new parameters get no values here, because Accelerate's ``init_empty_weights`` is active."""
-    # Accelerate replaces `register_parameter`. The replacement makes every new parameter a meta tensor.
+    """Return whether Accelerate's ``init_empty_weights`` is active, within which new parameters have no values."""
+    # Accelerate replaces `register_parameter` by a function that moves every new parameter to the meta device.
     probe = nn.Module()
     probe.weight = nn.Parameter(torch.empty(0, device="cpu"))
     return probe.weight.is_meta
 
 
 def _device(device_map: Any) -> torch.device:
-    """Return the device that a ``device_map`` names."""
+    """Convert a ``device_map`` with a single device to the device."""
     devices = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
     if len(devices) != 1 or devices & {"disk", "balanced", "balanced_low_0", "sequential"}:
         raise ValueError(

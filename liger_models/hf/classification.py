@@ -36,7 +36,7 @@ SCORE = "score.weight"
 
 
 class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel):
-    """A body with a linear head that scores each text from its last token. `liger_models.hf` has one per model type.
+    """A body with a linear head that scores each text from its last token. Each model type has a derived class.
 
     The language-model head of the decoder is not used. That head is tied to the embedding, so it adds no parameter.
 
@@ -50,11 +50,11 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
 
     def __init__(self, config: PreTrainedConfig, decoder: CausalLM | None = None) -> None:
         if decoder is None:
-            config = copy.deepcopy(config)  # the caller may build other models from it
+            config = copy.deepcopy(config)  # the caller may build other models from the same configuration
         super().__init__(config)
         self.model = LigerModel(config, without_head(decoder or tied_decoder(config)))
         self.num_labels = config.num_labels
-        # The head that computes scores. PEFT finds it under the name `score`, and Trainer reads the number of labels.
+        # The head that computes scores. PEFT looks for the name `score`, and Trainer reads `num_labels`.
         text = config.get_text_config()
         self.score = nn.Linear(text.hidden_size, config.num_labels, bias=False)
         nn.init.normal_(self.score.weight, std=getattr(text, "initializer_range", 0.02))
@@ -73,8 +73,8 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
         device: torch.device,
         ignore_mismatched_sizes: bool,
     ) -> tuple[Any, list[str], list[Mismatch]]:
-        # The tensors are loaded one by one, because load_pretrained would reject both the score head and a checkpoint
-        # without it.
+        # `load_pretrained` is not used, because it would reject a score head. It would also reject a causal model whose
+        # language-model head differs from the embedding.
         stored = read_headers(folder)
         target = as_dtype_of(stored, dtype)
         with device:
@@ -83,8 +83,7 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
         if not ignore_mismatched_sizes:
             check_shapes(f"{cls.__name__}: {folder}", scores)
         mismatched = load_body(cls.__name__, model.model.decoder, folder, stored, draws=ignore_mismatched_sizes)
-        # If the checkpoint has no score head (because it belongs to a causal model), the new head keeps its random
-        # values.
+        # If the checkpoint has no score head, as for a causal model, the new score head keeps its random values.
         if SCORE in stored and not scores:
             with open_safetensors(stored[SCORE].file) as opened, torch.no_grad():
                 model.score.weight.copy_(opened.get_tensor(SCORE))
@@ -167,12 +166,12 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
         """Compute the scores of the last token of each text, and the loss if ``labels`` are given.
 
         Args:
-            labels: [B] int64 classes, [B] floats for a single label (regression), or [B, num_labels] floats (several
-                classes at once), according to ``problem_type`` in the configuration.
-            num_items_in_batch: number by which the summed loss is divided, for a step of several batches or ranks. By
-                default, this is the number of labels that are not -100.
-            Others: as in `LigerForCausalLM.forward`. The scored token is the last one that is not ``pad_token_id`` or,
-                with ``inputs_embeds``, the last one of the row.
+            labels: [B] int64 for a single class per text, [B] floats for regression, or [B, num_labels] floats for
+                several classes per text. ``problem_type`` in the configuration selects one of these.
+            num_items_in_batch: number by which the summed loss is divided, for a step of several batches or ranks. The
+                default is the number of labels that are not -100.
+            Others: as in `LigerForCausalLM.forward`. The scored token is the last token that is not ``pad_token_id``.
+                With ``inputs_embeds``, it is the last token of the row.
 
         Returns:
             ``SequenceClassifierOutputWithPast`` with ``logits`` [B, num_labels]; without ``return_dict`` a tuple.
@@ -180,7 +179,7 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
         Raises:
             ValueError: there are several texts but no ``pad_token_id``; otherwise as for `LigerForCausalLM.forward`.
         """
-        inputs.pop("margin", None)  # TRL's RewardTrainer passes it, and subtracts it by itself
+        inputs.pop("margin", None)  # TRL's RewardTrainer passes the margin, and subtracts it itself
         out = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, return_dict=True,
             **inputs,
@@ -199,8 +198,8 @@ class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel
             last = (torch.arange(input_ids.shape[1], device=input_ids.device) * (input_ids != pad)).argmax(1)
         logits = self.score(hidden[rows, last])  # [B, num_labels]
 
-        # The loss is a mean over the labels of this batch. If a step has several batches, the sum over this batch is
-        # divided by the number of labels in all batches.
+        # The loss function returns the mean over the labels of this batch. If `num_items_in_batch` is given, the sum
+        # over this batch is divided by it instead.
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=None, labels=labels, pooled_logits=logits, config=self.config)

@@ -13,7 +13,7 @@ from liger_models.convert.format import format_of
 
 @functools.cache
 def config_class(model_type: str) -> type[PreTrainedConfig]:
-    """Return the configuration class of a model type: transformers' class, or a new class for a custom architecture."""
+    """Return the configuration class of a model type: transformers' class or, for custom architectures, a new class."""
     try:
         return type(AutoConfig.for_model(model_type))
     except ValueError:
@@ -41,7 +41,7 @@ def class_name(auto_class: Any, model_type: str) -> str | None:
 
     The result is None if the auto class has no class or several classes for this type.
     """
-    # This mapping holds the names of classes, so reading it imports nothing. A family with several classes has a
-    # tuple instead of a name.
+    # This mapping holds the names of classes, so reading it imports nothing. For a model type with several classes, it
+    # holds a tuple instead of a name.
     names = auto_class._model_mapping._model_mapping
     return names.get(model_type) if isinstance(names.get(model_type), str) else None

@@ -2,8 +2,9 @@
 
 The layers of this package copy settings from the configuration when they are built. Before every forward and every
 save, `Edits` compares the configuration with an earlier copy. If a field was edited, `Edits` builds two models on
-the meta device, one from the old configuration and one from the new one. Attributes that differ between the layers
-of these two models are copied into the layers of the actual model. An edit that changes parameters is refused.
+the meta device, one from the old configuration and one from the edited configuration. Attributes that differ between
+the layers of these two models are copied into the layers of the actual model. An edit that would need other parameters
+raises an error.
 """
 
 import copy
@@ -22,7 +23,7 @@ from liger_models.hf.config import to_liger
 from liger_models.layers.layer import Layer
 
 INERT = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
-"""Fields that are read only when a model is built. Their values don't affect an existing model."""
+"""Fields that are read only when a model is built. Editing them does not affect an existing model."""
 
 
 class Edits:
@@ -41,7 +42,7 @@ class Edits:
         self.built, self.ours = copy.deepcopy(config), decoder.config
 
     def apply(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
-        """If the model or a configuration has changed, make the layers and both configurations agree again.
+        """If the model or its configuration has changed, make the layers and both configurations consistent again.
 
         Args:
             config: the configuration of transformers, whose fields may have been edited.
@@ -50,7 +51,7 @@ class Edits:
         Raises:
             ValueError: an edited field of ``config`` would need other parameters, or has a value that is not supported.
         """
-        # The model comes first, because changes to its weights are newer than any copy of a configuration.
+        # First apply changes of the model, because they are newer than any copy of a configuration.
         tied = _is_tied(decoder)
         if tied is not None and tied != decoder.config.tie_word_embeddings:
             decoder.config = dataclasses.replace(decoder.config, tie_word_embeddings=tied)
@@ -60,7 +61,7 @@ class Edits:
             self._apply_fields(config, decoder)
 
     def _follow(self, config: PreTrainedConfig, decoder: CausalLM) -> None:
-        """If the model has changed, write the changes to ``config`` and to `built`, the earlier copy of ``config``."""
+        """Write changes of the model to ``config`` and to `built`, the earlier copy of ``config``."""
         before, after = self.ours, decoder.config
         for theirs in (config, self.built):
             text = theirs.get_text_config()
@@ -78,8 +79,8 @@ class Edits:
         fields = [
             field.name for field in dataclasses.fields(new) if getattr(old, field.name) != getattr(new, field.name)
         ]
-        # The field for tied weights affects only weights, and inert fields change no layer. For other fields,
-        # compare layers.
+        # The field for tied weights affects only weights, and inert fields affect no layer. All other fields may affect
+        # layers.
         tied = "tie_word_embeddings" in fields and _is_tied(decoder) is not None
         edited = [name for name in fields if name not in ("tie_word_embeddings", *INERT)]
         if edited:
@@ -97,8 +98,8 @@ class Edits:
 def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -> None:
     """Replace the embedding or the head.
 
-    A plain PyTorch layer is converted in place to a layer of this package that has the constants of the old layer.
-    Other modules are not converted.
+    If the new module is a plain PyTorch layer, it is converted in place to a layer of this package, and gets the
+    constants of the old layer. Other modules are not converted.
 
     Args:
         decoder: the model. Its ``vocab_size`` changes once the embedding and the head both have a new number of rows.
@@ -107,7 +108,8 @@ def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -
         where: name of the method, for errors.
 
     Raises:
-        ValueError: only one of the plain layer and the old layer has a bias, or their widths differ.
+        ValueError: the old layer has adapters; or the new layer is plain, and its width differs from the old layer's,
+            or only one of the two layers has a bias.
     """
     old: Any = getattr(decoder, name)
     plain: type[nn.Module] = nn.Embedding if name == "embed_tokens" else nn.Linear
@@ -129,7 +131,8 @@ def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -
         vars(module).update(constants)
     setattr(decoder, name, module)
 
-    # Between two calls (for embedding and head), the sizes may differ. The configuration changes in the second call.
+    # After the first of two calls (for embedding and head), the numbers of rows may differ. The second call then
+    # changes the configuration.
     layers: list[Any] = [layer for layer in (decoder.embed_tokens, decoder.lm_head) if isinstance(layer, Layer)]
     rows = {len(layer.weight) for layer in layers}
     if len(layers) == 2 and len(rows) == 1 and rows != {decoder.config.vocab_size}:
@@ -139,7 +142,7 @@ def replace_layer(decoder: CausalLM, name: str, module: nn.Module, where: str) -
 def _is_tied(decoder: CausalLM) -> bool | None:
     """Return whether the head is tied to the embedding.
 
-    The result is None if PEFT replaced the head or the embedding, or if the head is unused.
+    The result is None if PEFT has replaced the head or the embedding, or if the head is an `UnusedHead`.
     """
     head, embedding = decoder.lm_head, decoder.embed_tokens
     if "weight" not in head._parameters or "weight" not in embedding._parameters:
@@ -148,7 +151,7 @@ def _is_tied(decoder: CausalLM) -> bool | None:
 
 
 def _tie(decoder: CausalLM, tied: bool) -> None:
-    """Make the head share the embedding's weight if ``tied`` is True; otherwise give the head a copy of the weight."""
+    """Make the head share the embedding's weight or, if ``tied`` is False, give the head a copy of the weight."""
     weight: Any = decoder.embed_tokens.weight
     if not tied:
         weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
@@ -192,7 +195,7 @@ def _rebuild(arch: Any, fields: list[str], old: Any, new: Any, decoder: CausalLM
             f"{type(decoder).__name__}: after the model was built, a configuration may only have edits that leave the "
             f"parameters unchanged, got {values}. {todo}"
         )
-    # Nothing has changed up to here, so a refused edit leaves the model as it was.
+    # The model changes only here, so an edit that raises an error leaves the model unchanged.
     for layer, name, value in changes:
         setattr(layer, name, value)
 
@@ -206,7 +209,8 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Return whether configurations, or values in them, are equal in all fields. Their ``==`` may ignore fields."""
+    """Return whether configurations, or values in them, are equal in all fields. The operator ``==`` of configurations
+    may ignore fields."""
     if isinstance(one, PreTrainedConfig) and type(one) is type(other):
         return _equal(vars(one), vars(other))
     if isinstance(one, dict) and isinstance(other, dict):

@@ -6,10 +6,10 @@ tokens. `EngineGenerationMixin` replaces this loop by the engine. If `fallback_r
 loop runs instead.
 
 For most logits processors, the engine has an equivalent option (`OPTIONS`). If the list has a processor without such an
-option, or if its order is not the engine's, the engine calls the whole list after each step. The engine itself
-implements the stopping criteria for the length and for stop tokens. All other criteria are called only once every few
-steps, but then for each of the new tokens. If a criterion ends generation at one of these tokens, all later tokens are
-discarded.
+option, or if the order of the list differs from the engine's order, the engine calls the whole list after each step.
+The engine itself implements the stopping criteria for the length and for stop tokens. All other criteria are called
+only once every few steps, but then for each of the new tokens. If a criterion ends generation at one of these tokens,
+all later tokens are discarded.
 """
 
 import functools
@@ -45,10 +45,10 @@ from liger_models.layers.recompute import has_hooks, is_compiled
 logger = logging.get_logger(__name__)
 
 STEPS_PER_CHECK = 8
-"""Number of steps that an accelerator runs before the stopping criteria are called. On the CPU or with a streamer, the
-number is 1.
+"""Number of steps after which the stopping criteria are called on an accelerator. On the CPU or with a streamer, they
+are called after each step.
 
-A criterion usually reads tokens on the host, which must then wait for all launched steps.
+A criterion usually reads tokens on the host, so the host must wait for all launched steps.
 """
 
 METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
@@ -57,7 +57,8 @@ transformers' loop runs if other code has replaced one of them.
 """
 
 WRAPPERS = ("accelerate.utils.operations", "torch.amp.autocast_mode", "trl.trainer.utils")
-"""Modules whose functions trainers wrap around the forward. A forward that is wrapped in this way counts as usual.
+"""Modules whose functions trainers wrap around the forward. The engine may run although it does not call these
+functions.
 
 Accelerate's function casts in the forward, whereas the engine computes in the dtype of the weights. TRL's function
 adds a loss.
@@ -70,7 +71,7 @@ UNREAD = {
     "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
     "token_type_ids", "tokenizer", "assistant_tokenizer",
 }  # fmt: skip
-"""Arguments of a call with which the engine can run, in addition to the family's pixels."""
+"""Names of the arguments that a call may have if the engine runs. The call may also have the family's pixels."""
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -120,8 +121,8 @@ class EngineGenerationMixin(GenerationMixin):
                 "draft_model=LigerMTP(model) to its generate."
             )
         if getattr(given.get("generation_config"), "assistant_early_exit", None):
-            # transformers would shorten the configuration for the draft, and would not restore it if an error is
-            # raised.
+            # transformers would reduce the number of layers in the configuration for the draft. After an error, it
+            # would not restore the configuration.
             raise ValueError(
                 "generate: assistant_early_exit must be left out, got it: a model of liger_models always runs all of "
                 "its layers. Pass a smaller model as assistant_model, or prompt_lookup_num_tokens."
@@ -135,7 +136,7 @@ class EngineGenerationMixin(GenerationMixin):
         given: Any = inspect.signature(GenerationMixin._get_candidate_generator).bind(self, *args, **options).arguments
         draft = given.get("assistant_model")
         if draft is not None:
-            # A draft model with another tokenizer gets its own tokens.
+            # A draft model with another tokenizer gets tokens of its own vocabulary, which need no check.
             largest, size = int(given["input_ids"].max()), len(draft.get_input_embeddings().weight)
             if given.get("assistant_tokenizer") is None and largest >= size:
                 raise ValueError(
@@ -173,9 +174,9 @@ def fallback_reason(
         config: the generation config of the call.
         stopping_criteria: the ``StoppingCriteriaList`` of the call.
         synced_gpus: whether all ranks must run the same number of forwards.
-        inputs: the other arguments of ``_sample``, which are passed to the forward.
+        inputs: the other arguments of ``_sample``, which transformers passes to the forward.
     """
-    # Check for results and ways of generating that the engine does not support.
+    # Check for outputs and modes of generation that the engine does not support.
     if synced_gpus or is_traced():
         return "synced_gpus" if synced_gpus else "compilation"
     for name in ("is_assistant", "output_attentions", "output_hidden_states", "prefill_chunk_size"):
@@ -223,7 +224,7 @@ def fallback_reason(
 
 
 def _is_usual(forward: Any) -> bool:
-    """Whether a forward comes from `liger_models.hf`, possibly wrapped in functions of trainers."""
+    """Whether a forward comes from `liger_models.hf`. Functions of `WRAPPERS` may be wrapped around the forward."""
     while True:
         function = getattr(forward, "__func__", forward)
         module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
@@ -248,7 +249,7 @@ def _run(
     pixels = {name: inputs[name] for name in decoder.prompt_inputs if inputs.get(name) is not None}
     pixels = {name: x.to(ids.device) if isinstance(x, Tensor) else x for name, x in pixels.items()}
 
-    # Separate the criteria that need not be called for every token: for the length, for stop tokens and for time.
+    # Separate the criteria that need not be called for every token: the criteria for length, stop tokens and time.
     known: dict[type, list[Any]] = {kind: [] for kind in KNOWN}
     others = criteria.StoppingCriteriaList()
     for criterion in stopping_criteria:
@@ -298,7 +299,7 @@ def _run(
     # Build the result.
     sequences = output.sequences().to(input_ids.device)
     for criterion in lengths:
-        criterion(sequences[:, :-1], None)  # it warns about rows that exceed the model's positions
+        criterion(sequences[:, :-1], None)  # the criterion warns about rows that exceed the model's positions
     if streamer is not None:
         streamer.end()
     if not config.return_dict_in_generate:
@@ -307,7 +308,7 @@ def _run(
     cache = inputs.get("past_key_values")
     if cache is not None:
         # The sequences are cloned, because the caller may change them before the cache is filled. If images shift
-        # positions, the decoder must compute the positions, because only then does the cache keep the shift.
+        # positions, the decoder must compute the positions, because otherwise the cache would not keep the shift.
         filled = None if is_usual and decoder.images_shift_positions else positions
         cache.fill_later(_filling(decoder, sequences[:, :-1].clone(), ids.shape[1], mask, filled, pixels))
     kept = output.steps
@@ -334,9 +335,9 @@ def _padding_token(stopping_criteria: Any, config: Any) -> int | None:
 def _steps_ahead(device: torch.device, logits_processor: Any, others: Any, streamer: Any) -> int:
     """Return how many steps may run before the tokens of earlier steps have been read.
 
-    If the user has passed a logits processor, no step may run ahead, because the processor would also be called for
-    steps after the end. With a streamer, at most one step may run ahead: the step that runs while the streamer reads a
-    token.
+    If the user has passed a custom logits processor, no step may run ahead, because the processor would also be called
+    for steps after the end. With a streamer, at most one step may run ahead: the step that runs while the streamer
+    reads a token.
     """
     if device.type not in ACCELERATORS or not all(map(_is_from_transformers, logits_processor)):
         return 0
@@ -424,7 +425,7 @@ def _is_from_transformers(value: Any) -> bool:
 
 
 def _settings(**options: Any) -> Settings:
-    """Return the settings of the engine. An option that is not given is set to a value without effect."""
+    """Return the settings of the engine. Options that are not given get values that have no effect."""
     neutral: dict[str, Any] = {
         **UNFILTERED, "temperature": 1.0, "stop_strings": None, "logits_processor": [], "generator": None, "seed": None,
         "cache": None, "draft_model": None, "num_draft_tokens": 1,
@@ -435,7 +436,10 @@ def _settings(**options: Any) -> Settings:
 def _positions(
     decoder: CausalLM, ids: Tensor, mask: Tensor | None, new: int, pixels: dict[str, Any], given: Tensor | None
 ) -> tuple[Tensor, bool]:
-    """Return the positions of prompts and new tokens, and whether the decoder itself would compute the same."""
+    """Return the positions of prompts and new tokens, and whether the decoder itself would compute the same positions.
+
+    ``given`` are the positions of the prompts that the caller has passed, or None.
+    """
     usual = decoder.prompt_positions(ids, mask, new, pixels)
     if given is None:
         return usual, True
@@ -450,10 +454,10 @@ def _positions(
 def _filling(
     decoder: CausalLM, ids: Tensor, length: int, mask: Tensor | None, positions: Tensor | None, pixels: dict[str, Any]
 ) -> Callable[[], DecodeCache]:
-    """Return a function that computes the cache for tokens ``ids`` [B, S] of prompts and answers.
+    """Return a function that computes the cache for the tokens ``ids`` [B, S] of prompts and answers.
 
-    ``length``, ``mask`` and ``pixels`` belong to the prompts. ``positions`` holds the positions of the tokens of
-    prompts and answers; if it is None, the decoder computes them.
+    ``length``, ``mask`` and ``pixels`` belong to the prompts. ``positions`` holds the positions of all tokens in
+    ``ids``; None if the decoder computes the positions.
     """
 
     def fill() -> DecodeCache:
@@ -477,8 +481,8 @@ def _filling(
 def count_repeats(ids: Tensor, mask: Tensor | None) -> int:
     """Return the largest n for which the prompts consist of groups of n consecutive equal rows.
 
-    This function synchronizes with the device. The engine computes the prompt of each group only once. Groups come from
-    the argument ``num_return_sequences`` of ``generate``, and from trainers that sample several answers per prompt.
+    The engine processes the prompt of each group only once. Groups result from the argument ``num_return_sequences`` of
+    ``generate``, and from trainers that sample several answers per prompt. This function synchronizes with the device.
 
     Args:
         ids: [B, T] int64.
@@ -532,7 +536,7 @@ def options_of(chain: Any, prompts: Tensor, mask: Tensor | None, stops: list[int
         name, attribute = OPTIONS[type(processor)]
         value = getattr(processor, attribute)
         value = value.tolist() if isinstance(value, Tensor) else value
-        # A caller may have given a processor a value that the engine does not support.
+        # A caller may have created a processor with a value that the engine does not support.
         if (
             getattr(processor, "filter_value", -math.inf) != -math.inf
             or getattr(processor, "min_tokens_to_keep", 1) > 1

@@ -1,6 +1,6 @@
-"""Support for lm-evaluation-harness: registers the model type ``liger_models`` for the models of this package.
+"""Support for lm-evaluation-harness: registers the model type ``liger_models``, which uses models of this package.
 
-``python -m liger_models.hf.lm_eval`` runs the harness's command ``lm_eval`` with this model type available. In Python,
+``python -m liger_models.hf.lm_eval`` registers the model type and runs the harness's command ``lm_eval``. In Python,
 import this module to register the model type.
 """
 
@@ -16,11 +16,11 @@ from liger_models.adapters.unpacked import unpack_projections
 from liger_models.hf.auto import model_class
 
 TOKENS_PER_CHECK = 16
-"""The number of new tokens after which `StopTexts` decodes the answers again."""
+"""Number of new tokens between two checks of `StopTexts`, each of which decodes all answers."""
 
 
 class StopTexts(StoppingCriteria):
-    """Ends a batch when all answers contain a stop text, or up to `TOKENS_PER_CHECK` - 1 tokens later.
+    """Ends the generation of a batch at most `TOKENS_PER_CHECK` - 1 tokens after all answers contain a stop text.
 
     The harness cuts answers before their stop texts, so its results do not change. The harness's own criterion is slow:
     after each token, it decodes all answers, which takes longer than computing the token.
@@ -64,12 +64,12 @@ class LigerLM(HFLM):
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
         """Generate as the harness does, but detect stop texts with `StopTexts`, which is faster."""
-        # If the harness searches answers for the end of the reasoning, the tokens after a stop text matter.
+        # If the harness searches answers for the end of the reasoning, it needs the tokens after a stop text.
         thinks = getattr(self, "think_end_token", None) is not None
         if not stop or thinks or self.mixed_precision_dtype is not None:
             answers: Tensor = super()._model_generate(context, max_length, stop, **options)
             return answers
-        # With a temperature of 0, which transformers refuses, the harness requests greedy decoding.
+        # A temperature of 0 is the harness's request for greedy decoding. transformers rejects this temperature.
         if options.setdefault("temperature", 0.0) == 0 and not options.get("do_sample"):
             del options["temperature"]
             options["do_sample"] = False

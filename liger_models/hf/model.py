@@ -55,13 +55,13 @@ ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_a
 
 
 def find_documents(position_ids: Tensor) -> Tensor | None:
-    """Return the bounds of the packed documents, [n + 1] int64; None if each row is one document.
+    """Return the boundaries of the packed documents, [n + 1] int64; None if each row is one document.
 
     Each position 0 starts a document.
 
     Reading the positions synchronizes with the device once per forward, whereas flash attention in transformers
-    synchronizes in every layer. If the batch has ``cu_seq_lens_q``, which
-    ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` creates, the positions are not read.
+    synchronizes in every layer. If the batch has ``cu_seq_lens_q``, the positions are not read.
+    ``DataCollatorWithFlattening(return_flash_attn_kwargs=True)`` creates ``cu_seq_lens_q``.
 
     Args:
         position_ids: [B, T] integers.
@@ -77,7 +77,7 @@ def find_documents(position_ids: Tensor) -> Tensor | None:
         "say where a document ends. Pass the documents' bounds as cu_seqlens.",
     )
     starts[:, 0] = True  # each row of the batch also starts a document
-    # [B, T] -> [n], the indices of the starts among the B · T tokens; the bounds then end with the number of tokens.
+    # [B, T] -> [n], the indices of the starts among the B · T tokens. The number of tokens is the last boundary.
     bounds = starts.flatten().nonzero()[:, 0]
     return None if len(bounds) == len(starts) else nn.functional.pad(bounds, (0, 1), value=starts.numel())
 
@@ -208,21 +208,19 @@ class LigerPreTrainedModel(PreTrainedModel):
 
 
 class UnusedHead(LigerLMHead):
-    """A head that is never called.
-
-    It uses the embedding's weight, but does not register the weight as its own parameter.
+    """A head that is never called. Its weight is the embedding's weight, but is not registered as a parameter.
 
     FSDP requires that all modules that share a parameter are in one group. If a model has no output embedding,
-    Accelerate and other tools put the embedding into a group without the head. Therefore, only the embedding owns the
-    weight here.
+    Accelerate and other tools put the embedding into a group without the head. Therefore, only the embedding may
+    register the weight as a parameter.
     """
 
     holder: tuple[CausalLM]
-    """The decoder, inside a tuple so that it does not become a submodule of its own head."""
+    """The decoder, in a tuple. Without the tuple, the decoder would become a submodule of its own head."""
 
     @property
     def weight(self) -> Any:  # type: ignore[override]
-        """The weight of the decoder's current embedding, which may have replaced another."""
+        """The weight of the decoder's current embedding, which may have been replaced since this head was created."""
         return self.holder[0].embed_tokens.weight
 
 
@@ -246,7 +244,7 @@ def without_head(decoder: CausalLM) -> CausalLM:
 
 
 PARTS = ("embed_tokens", "layers", "norm", "visual")
-"""Parts of the decoder that are also attributes of the body, so that they can be frozen or replaced."""
+"""Names of the decoder's parts that are also attributes of the body, so that users can freeze or replace the parts."""
 
 
 class LigerModel(Loading, LigerPreTrainedModel):
@@ -266,7 +264,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
 
     def __init__(self, config: PreTrainedConfig, decoder: CausalLM | None = None) -> None:
         if decoder is None:
-            config = copy.deepcopy(config)  # the caller may build other models from it
+            config = copy.deepcopy(config)  # the caller may build other models from the same configuration
             decoder = without_head(tied_decoder(config))
         super().__init__(config)
         self.decoder = decoder
@@ -296,19 +294,19 @@ class LigerModel(Loading, LigerPreTrainedModel):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        if "decoder" not in self._modules:  # the decoder is below PEFT's tree, which lacks the rotary tables
+        if "decoder" not in self._modules:  # PEFT's tree has replaced the decoder, but lacks the rotary embeddings
             self.decoder._apply(fn, recurse)
         return self
 
     @property
     def caches_only_keys(self) -> bool:
-        """Whether decoding caches only keys and values: no latents, linear-attention states or data about images."""
+        """Whether decoding caches only keys and values, not latents, linear-attention states or data about images."""
         layers = [*layers_of(self.decoder)]
         latent = any(layer.attention is not None and layer.attention.caches_latents for layer in layers)
         return not (latent or any(layer.recurrent for layer in layers) or self.decoder.prompt_inputs)
 
     def apply_edits(self) -> None:
-        """Apply edits of the configuration to the layers, and apply changes of the model to the configuration."""
+        """Apply edits of the configuration to the layers, and changes of the model to the configuration."""
         self.edits.apply(self.config, self.decoder)
 
     def named_parameters(
@@ -321,7 +319,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
                 yield name, parameter
 
     def __getattr__(self, name: str) -> Any:
-        # Parts are looked up first, so that the decoder raises the error if a part, such as a tower, is missing.
+        # Look up parts first. If a part, such as a tower, is missing, the decoder raises the error.
         if name in PARTS and name not in self._modules:
             if sys._getframe(1).f_globals.get("__name__", "").startswith("liger_kernel."):
                 raise ValueError(
@@ -383,7 +381,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
             config = copy.deepcopy(self.config)
             config.architectures = [class_name(AutoModel, config.model_type) or type(self).__name__]
             config.dtype = self.decoder.dtype
-            # The experts' matrices are views of one tensor. Safetensors would refuse a view, or write the whole tensor.
+            # The experts' matrices are views of one tensor. safetensors would reject a view, or write the whole tensor.
             tensors = {
                 name: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
                 for name, tensor in tensors.items()
@@ -447,7 +445,7 @@ class LigerModel(Loading, LigerPreTrainedModel):
         has_labels: bool = False,
     ) -> tuple[dict[str, Any], LigerCache | None]:
         """Return the arguments of the decoder's forward, and the cache that the forward returns."""
-        # In a graph or a transform of torch.func, edits have already been applied.
+        # A forward that is compiled or transformed by torch.func is not checked, because edits were applied before.
         if not is_traced():
             self.apply_edits()
         if _resolve(output_attentions, self.config, "output_attentions"):
@@ -478,13 +476,13 @@ class LigerModel(Loading, LigerPreTrainedModel):
         if lengths is not None:
             inputs["cu_seqlens"] = nn.functional.pad(lengths.cumsum(0), (1, 0))
 
-        # Trainers pass the experts of all blocks, and rows of zeros for padding.
+        # Trainers may pass experts for all blocks, even blocks without routers, and rows of zeros for padding.
         if "routed_experts" in inputs:
             inputs["routed_experts"] = select_routing(self.decoder, inputs["routed_experts"])
 
-        # Find packed documents: either the batch has their bounds, or each position 0 starts a document.
+        # Find packed documents: either the batch has their boundaries, or each position 0 starts a document.
         is_packed = "cu_seqlens" in inputs or "cu_seq_lens_q" in inputs
-        documents = inputs.pop("seq_idx", None)  # collators return it in addition to positions
+        documents = inputs.pop("seq_idx", None)  # collators return `seq_idx` in addition to positions
         if documents is not None and not is_packed and text_positions is None:
             raise ValueError(
                 "forward: seq_idx needs position_ids or cu_seq_lens_q, got it alone. Let the collator return them."
@@ -523,8 +521,8 @@ class LigerModel(Loading, LigerPreTrainedModel):
 
 
 def _check_mask(attention_mask: Tensor | None) -> Tensor | None:
-    """Return the mask as integers. Raises ValueError for values other than 0 and 1."""
-    # PEFT's prompt tuning creates masks of floats. An additive mask, which has 0 for tokens, is refused.
+    """Return the mask as integers. Raise ValueError for values other than 0 and 1."""
+    # PEFT's prompt tuning creates masks of floats. Additive masks, which have 0 for tokens, are rejected.
     if attention_mask is not None and attention_mask.is_floating_point():
         check_values(
             (attention_mask >= 0).all(),
@@ -547,7 +545,7 @@ def _check_mask(attention_mask: Tensor | None) -> Tensor | None:
 
 
 class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenerationMixin):
-    """A language model with its head; `liger_models.hf` has a derived class for each model type.
+    """A language model with its head. `liger_models.hf` has a derived class for each model type.
 
     Args:
         config: configuration for the transformers class with the same name.
@@ -564,7 +562,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         self, config: PreTrainedConfig, decoder: CausalLM | None = None, kernels: KernelOptions | None = None
     ) -> None:
         if decoder is None:
-            config = copy.deepcopy(config)  # the caller may build other models from it
+            config = copy.deepcopy(config)  # the caller may build other models from the same configuration
         super().__init__(config)
         if decoder is None:
             decoder = get_arch(config.model_type)(to_liger(config), kernels)
@@ -579,7 +577,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         return self.model.decoder.lm_head
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The body must have the same configuration, because it applies edits of the configuration.
+        # The body applies edits of the configuration, so it must have the same configuration.
         if name == "config" and "model" in self._modules:
             self.model.config = value
         if name == "forward":
@@ -587,7 +585,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         if name != "lm_head" or self.tree is not None:
             super().__setattr__(name, value)
             return
-        # nn.Module would register the new head in this module, where the property would hide it.
+        # nn.Module would register the new head in this module, where the property `lm_head` would hide the new head.
         replace_layer(self.model.decoder, name, value, "set_output_embeddings")
         self.has_own_head = not isinstance(value, Layer)
 
@@ -602,8 +600,8 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterate over the parameters.
 
-        If OpenRLHF calls this method, the result contains the tensors of a checkpoint instead, because OpenRLHF sends
-        the result to vLLM.
+        If OpenRLHF calls this method, the iterator yields the tensors of a checkpoint instead, because OpenRLHF sends
+        them to vLLM.
 
         Raises:
             ValueError: OpenRLHF calls this method, and ZeRO-3 has partitioned the parameters.
@@ -661,14 +659,14 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
             output_router_logits: whether to return the router logits and to add their auxiliary loss. By default, the
                 configuration decides.
             return_dict: whether to return an output object instead of a tuple.
-            logits_to_keep: number of tokens at the end of each row whose logits are returned, or indices of tokens; 0
-                for all tokens.
+            logits_to_keep: number n; only the logits of the last n tokens of each row are returned, or the logits of
+                all tokens if n is 0. Alternatively, the indices of the tokens whose logits are returned.
             num_items_in_batch: number by which the summed loss is divided. A custom loss function gets it as an
                 argument.
             inputs: pixels and the tensors that describe them; ``cu_seq_lens_q`` and related arguments, or
                 ``cu_seqlens``; ``routed_experts`` [B, T, H or L, K] (the experts of each token, see `select_routing`);
-                ``shift_labels`` [B, T] (which replace ``labels``); ``skip_logits`` (whether to omit the logits if there
-                are labels; by default, they are omitted in training with gradients).
+                ``shift_labels`` [B, T] (shifted labels that replace ``labels``); ``skip_logits`` (whether to omit the
+                logits if there are labels; by default, they are omitted in training with gradients).
 
         Returns:
             ``MoeCausalLMOutputWithPast``; without ``return_dict`` a tuple.
@@ -702,8 +700,8 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
             skip = self.training and torch.is_grad_enabled() if skip is None else skip
         own_loss = self.has_own_loss and (labels is not None or shifted is not None)
         if isinstance(logits_to_keep, Tensor) or shifted is not None or own_loss:
-            # The decoder does not support these arguments, so it returns hidden states [B, T, C], and the head is
-            # called here.
+            # The decoder does not support these arguments. Let it return hidden states [B, T, C], and call the head
+            # here.
             if labels is not None and shifted is None and not own_loss:
                 raise ValueError("forward: labels exclude a tensor as logits_to_keep. Omit one.")
             out = decoder(**prepared, return_logits=False, output_hidden_states=all_hidden)
@@ -735,8 +733,8 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
                 logits_to_keep=logits_to_keep, output_hidden_states=all_hidden,
             )  # fmt: skip
 
-        # The loss includes the weighted auxiliary loss, but transformers returns the auxiliary loss without its weight.
-        # The decoder returns 0 as the auxiliary loss if the weight is 0, and None if there is a cache.
+        # The loss includes the weighted auxiliary loss, but transformers returns the auxiliary loss without the weight.
+        # If the weight is 0, the decoder returns 0 as the auxiliary loss. With a cache, the decoder returns None.
         weight, aux_loss = getattr(decoder.config, "router_aux_loss_coef", 1.0), out.aux_loss
         if aux_loss is not None and weight:
             aux_loss = aux_loss / weight
@@ -753,9 +751,9 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         return outputs if _resolve(return_dict, self.config, "return_dict") else outputs.to_tuple()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Map the name of the head's weight to the name of the embedding's; {} if head and embedding are not tied."""
-        # The configuration decides, because it may have been edited, and tie_weights calls this method before it ties
-        # weights.
+        """Map the name of the head's weight to the name of the embedding's weight; {} if the weights are not tied."""
+        # Read the configuration, not the weights: the configuration may have been edited, and `tie_weights` calls this
+        # method before it ties the weights.
         tied = to_liger(self.config).tie_word_embeddings
         return {"model.decoder.lm_head.weight": "model.decoder.embed_tokens.weight"} if tied else {}
 
@@ -768,7 +766,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
             # cache.
             found = model_kwargs | {"cache_params": cache}
             super()._prepare_cache_for_generation(generation_config, found, *others, **options)
-        # Every cache_implementation gives the same cache, which has no fixed size.
+        # The cache is the same for every `cache_implementation`, and has no fixed size.
         elif generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = LigerCache(is_unused=True)
 
@@ -805,7 +803,7 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         decoder = self.model.decoder
         for name in ("tokenizer", "assistant_tokenizer"):  # generate does not remove these if stop_strings is given
             kwargs.pop(name, None)
-        # Beyond the original length, longrope rotates all keys of a row differently, so the cached keys become useless.
+        # Beyond the original length, longrope rotates all keys of a row differently, so the cached keys become invalid.
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         has_mask = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2
         counted: Any = attention_mask if has_mask else torch.ones_like(input_ids)
@@ -822,8 +820,8 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
-        # Pixels belong to the prompt, so they are passed if the cache is empty, and in every forward without a cache. A
-        # draft model has no first iteration, so transformers would omit its pixels.
+        # Pixels belong to the prompt, so pass them if the cache is empty, and in every forward without a cache. For a
+        # draft model, no iteration counts as the first, so transformers would omit the pixels.
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
         pixels = {name: kwargs[name] for name in decoder.prompt_inputs if kwargs.get(name) is not None}
         if is_first_iteration or past == 0 or not kwargs.get("use_cache", True):
@@ -842,8 +840,8 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
         if input_ids is not None:
             pixels = decoder.complete_inputs(input_ids, pixels)
         others = {name: value for name, value in model_kwargs.items() if name not in pixels}
-        # The first dimension of pixels counts images instead of prompts, so the images of each prompt are repeated
-        # together.
+        # The first dimension of pixels is the number of images, not of prompts. For each repetition of a prompt, repeat
+        # all images of the prompt.
         repeated = pixels
         if expand_size > 1 and any(value is not None for value in pixels.values()):
             if input_ids is None:
@@ -855,13 +853,13 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *rest: Any, **options: Any
     ) -> dict[str, Any]:
-        # Token types belong only to the prompt. Transformers would repeat the last one for each new token.
+        # Token types belong only to the prompt. transformers would repeat the last token type for each new token.
         types = model_kwargs.pop("token_type_ids", None)
         updated: dict[str, Any] = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *rest, **options)
         return updated if types is None else {**updated, "token_type_ids": types}
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> Any:
-        # If positions depend on images, including cached images, the decoder computes the positions in each forward.
+        # If positions depend on images, even on cached images, the decoder must compute the positions in each forward.
         if self.model.decoder.images_shift_positions:
             return None
         return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)

@@ -1,12 +1,12 @@
 """The losses of TRL's trainers for the models of this package.
 
 TRL replaces a model's forward by a function that computes the logits in tiles and recomputes them in the backward. From
-TRL 1.15 on, this function returns the log-probability of each target, and other values that the trainer asks for: the
+TRL 1.15 on, this function returns the log-probability of each target, and other values that the trainer requests: the
 entropies, the mean logits, and whether the targets are the most probable tokens. `SFTTrainer` divides the sum of the
-log-probabilities by the number of targets. Versions of TRL before 1.15 use this function only for SFT's loss
+log-probabilities by the number of targets. Versions of TRL before 1.15 use such a function only for SFT's loss
 ``chunked_nll``. In these versions, the function returns the loss and the sums of the other values. The forward in this
-file returns the same results, but computes them with `log_probs_of_sum`. This op computes the logits once for SFT, and
-twice for losses whose gradients differ between targets.
+file returns the same results as TRL's function, but computes them with `log_probs_of_sum`. The op `log_probs_of_sum`
+computes the logits once for SFT, and twice for losses whose gradients differ between targets.
 """
 
 import functools
@@ -27,7 +27,7 @@ from liger_models.layers.lm_head import LabeledRows
 logger = logging.get_logger(__name__)
 
 SFT_OUTPUTS = ("log_probs", "entropy", "is_top1")
-"""The values that `SFTTrainer` asks for. Trainers that ask for other values have other losses."""
+"""The values that `SFTTrainer` requests. Trainers that request other values have other losses."""
 OUTPUTS = {*SFT_OUTPUTS, "mean_logits"}
 """The values that the forward in this file can return."""
 
@@ -86,7 +86,7 @@ def fused_forward(model: Any, forward: Any) -> Any:
     head = _head_of(trl)
     if head is None:
         return forward
-    # If SFT's loss is not the sum of the log-probabilities (DFT, for example), the first backward notices this.
+    # If SFT's loss is not the sum of the log-probabilities (DFT, for example), the first backward calls `when_other`.
     is_mean = head.outputs == SFT_OUTPUTS and head.temperature == 1.0
 
     def when_other() -> None:
@@ -145,7 +145,8 @@ def _numbers(
 ) -> TokenNumbers:
     """Run the model and return its `TokenNumbers`.
 
-    ``ahead`` and ``when_other`` go to `log_probs_of_sum`. All other arguments come from TRL.
+    ``ahead`` and ``when_other`` are arguments of `log_probs_of_sum`. All arguments after ``settings`` except these two
+    come from TRL.
     """
     # Without shifted labels, the last token of a row has no target.
     target, tokens = shift_labels, slice(None)
@@ -164,7 +165,7 @@ def _numbers(
             x, weight, target, softcap=softcap, logit_scale=scale, ahead=ahead, when_other=when_other
         )
         numbers = {"log_probs": log_probs, "entropy": entropy, "is_top1": predicted == target}
-        if "mean_logits" in settings.outputs:  # the mean of the products with all rows is the product with the mean row
+        if "mean_logits" in settings.outputs:  # the mean of a token's logits is the product of x and the mean row of W
             with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
                 mean = scale * (x.float() @ weight.mean(0, dtype=torch.float32))
                 numbers["mean_logits"] = mean.where(target != -100, 0)
@@ -178,7 +179,7 @@ def _numbers(
     count = label_mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     loss = -log_probs.sum() / count
 
-    # SFTTrainer may ask for the auxiliary loss without its weight.
+    # If the auxiliary loss is requested, add it to the loss with its weight, and return it without its weight.
     text, aux_loss = model.config.get_text_config(), None
     wanted = inputs.get("output_router_logits")
     if getattr(text, "output_router_logits", False) if wanted is None else wanted:
@@ -198,7 +199,8 @@ def _fallback_reason(model: Any, settings: Head) -> str | None:
         return "the mean of logits with a softcap needs all logits"
     if is_traced():
         return "the model is compiled"
-    # For a loss other than this sum, the backward would need the head's weight, which ZeRO-3 has not gathered there.
+    # If the loss is not the sum of the log-probabilities, the backward needs the head's weight, which ZeRO-3 gathers
+    # only for the head's forward.
     if any(hasattr(parameter, "ds_id") for parameter in model.lm_head.parameters()):
         return "ZeRO-3 shards the weight"
     return None
