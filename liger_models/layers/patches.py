@@ -221,7 +221,7 @@ def resample_positions(weight: Tensor, patches: Patches) -> Tensor:
     """Resample the learned positions of a square grid to the grid of each image, as PyTorch's ``interpolate`` does.
 
     The interpolation is bilinear, and the borders of both grids coincide. If the grid of the image is smaller than the
-    learned grid, each result is a weighted mean of more than four learned positions (``antialias``).
+    learned grid, a result may be a weighted mean of more than four learned positions (``antialias``).
 
     Args:
         weight: [side², C].
