@@ -37,9 +37,10 @@ def adapter_parameters(model: CausalLM) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def adapter_sums(model: CausalLM) -> dict[str, Tensor]:
-    """Return two sums [2] fp64 for each adapter tensor, by name.
+    """Map the name of each adapter tensor to the sum and the sum of squares of its elements, [2] fp64.
 
-    The sums change if this rank's part of the tensor changes. `check_trained` compares them.
+    The sums cover only this rank's part of the tensor. `check_trained` compares the sums from before and after
+    training.
     """
     return {name: _sums(local(parameter)) for name, parameter in adapter_parameters(model).items()}
 
@@ -50,7 +51,7 @@ def _sums(tensor: Tensor) -> Tensor:
 
 
 def check_trained(model: CausalLM, before: dict[str, Tensor], steps: int) -> list[Finding]:
-    """Find the tensors of adapters that training has not changed.
+    """Find the adapter tensors that are frozen, that are not finite, or that training has not changed.
 
     Args:
         model: the model after training.

@@ -37,8 +37,8 @@ class Float8Linear(nn.Linear):
 
     Attributes:
         float8_recipe: name of a recipe in `liger_models.kernels.float8.float8.RECIPES`.
-        gathered: the gathered float8 weight, if `apply_fsdp` lets each rank round its own shard; otherwise None. While
-            ``gathered`` is set, the values of ``weight`` are undefined.
+        gathered: the float8 weight that FSDP has gathered, if each rank rounds its own shard (see `apply_fsdp`);
+            otherwise None. While ``gathered`` is set, the values of ``weight`` are undefined.
     """
 
     float8_recipe: str

@@ -265,9 +265,9 @@ def unsupported_linears(model: nn.Module) -> list[str]:
 
 
 def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]:
-    """Map the path of each linear layer that can have adapters to a pair.
+    """Map the path of each linear layer that can have adapters to (layer, expression).
 
-    A pair contains the layer, and the weight of the layer as an expression in terms of checkpoint tensors.
+    The `Expression` computes the layer's weight from checkpoint tensors.
     """
     entries = _entries(model)
     routers = [layer.router for layer in layers_of(model) if layer.router is not None]
@@ -283,10 +283,12 @@ def adaptable_layers(model: CausalLM) -> dict[str, tuple[nn.Linear, Expression]]
 
 
 def adaptable_experts(model: CausalLM) -> dict[str, dict[str, tuple[str, Expression]]]:
-    """Map the path of each layer with routed experts to those parameters of the layer that can have adapters.
+    """For each layer with routed experts, find the parameters that can have adapters.
 
-    A layer's parameters are given as a dict from names in this package to pairs. A pair contains the name of the
-    parameter in transformers, and the parameter as an expression in terms of checkpoint tensors.
+    Returns:
+        A mapping from the path of each layer to a dict. This dict maps the name of each parameter in this package to a
+        pair: the parameter's name in transformers, and the `Expression` that computes the parameter from checkpoint
+        tensors.
     """
     entries = format_of(type(model)).expert_map(model.config).entries
     experts: dict[str, dict[str, tuple[str, Expression]]] = {}
@@ -317,7 +319,7 @@ def _check_adapted(function: str, model: nn.Module) -> None:
 
 
 def _entries(model: CausalLM) -> dict[str, Expression]:
-    """Return the entries of the weight map that uses the names of modules in PEFT's files."""
+    """Return the entries of the weight map that has the module names of PEFT's files."""
     return format_of(type(model)).module_map(model.config).entries
 
 
@@ -342,7 +344,7 @@ def expert_names(model: CausalLM) -> dict[str, str]:
 def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
     """Return the names of the matrices that the targets of ``config`` select.
 
-    In the result, linear layers have their checkpoint names, and experts' parameters have their names in transformers.
+    Linear layers have their checkpoint names, and experts' parameters have their names in transformers.
 
     Args:
         names: the names, in the checkpoint, of the weights of all linear layers.

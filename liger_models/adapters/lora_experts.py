@@ -31,7 +31,7 @@ class ExpertAdapter(Layer):
     Args:
         weight: the matrices, [X, out, in].
         name: the name that the parameter with the matrices has in transformers.
-        expression: the weight, as an expression in terms of the parameter in transformers.
+        expression: computes the weight from the parameter in transformers.
         config: settings of the adapters.
         exchanged: whether A and B are exchanged in PEFT's files; see `CheckpointFormat.peft_exchanges`.
     """
@@ -65,7 +65,7 @@ class LoRAExperts(Layer):
     active: bool = True
     """Whether the adapters are used in addition to the frozen weights; see `without_adapters`."""
     group: Group | None = None
-    """The process group over which `apply_tp` has divided the width of each expert; otherwise None."""
+    """The process group over which `apply_tp` has divided the width of each expert; None without `apply_tp`."""
 
     def __init__(self, adapters: Mapping[str, ExpertAdapter], active_share: float, config: LoRAConfig) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class LoRAExperts(Layer):
 
     @torch.no_grad()
     def reset_adapters(self) -> None:
-        """Draw A and set B to 0, so that the adapters have no effect.
+        """Initialize A randomly and B to 0, so that the adapters have no effect.
 
         If the adapters are sharded, the first rank draws all values, and each rank gets its part of them.
         """
@@ -133,7 +133,7 @@ class LoRAExperts(Layer):
 
     @torch.no_grad()
     def merged(self, name: str, weight: Weight) -> Tensor:
-        """Return ``weight``, the parameter ``name``, with merged adapters: [X, out, in] in the dtype of ``weight``."""
+        """Return ``weight`` with merged adapters, [X, out, in] in its dtype. ``name`` is the name of the parameter."""
         adapter: Any = self.get_submodule(name)
         wide = torch.promote_types(weight.dtype, torch.float32)
         B = (adapter.lora_B.to(wide) * self.config.scaling).split(1)

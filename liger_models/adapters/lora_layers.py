@@ -86,7 +86,7 @@ class LinearAdapters(nn.ModuleDict):
 
     Args:
         linear: the layer.
-        expression: the weight of the layer, as an expression in terms of the checkpoint's matrices.
+        expression: computes the weight of the layer from the checkpoint's matrices.
         names: the checkpoint names of the matrices that get an adapter.
         config: settings of the adapters.
     """
@@ -94,8 +94,7 @@ class LinearAdapters(nn.ModuleDict):
     active: bool = True
     """Whether the adapters are used in addition to the frozen weight; see `without_adapters`."""
     group: Group | None = None
-    """Process group over which gradients of replicated tensors are summed; None if each rank has whole gradients.
-    """
+    """Process group over which gradients of replicated tensors are summed; None if they need not be summed."""
     sharded_dim: int | None = None
     """Dimension along which `apply_tp` has sharded the weight; None if the weight is replicated."""
 
@@ -111,7 +110,7 @@ class LinearAdapters(nn.ModuleDict):
         """Maps the name of each checkpoint matrix in the weight to the matrix's number of rows."""
 
     def by_name(self) -> dict[str, Adapter]:
-        """Map the name of each adapted checkpoint matrix to its adapter, in the order of `factors`."""
+        """Map the name of each adapted checkpoint matrix to its adapter. `factors` concatenates them in this order."""
         return {name: cast(Adapter, self[short_name(name)]) for name in self.sizes if short_name(name) in self}
 
     def shard_rows(self, group: Group) -> dict[str, int]:
@@ -126,7 +125,7 @@ class LinearAdapters(nn.ModuleDict):
 
     @torch.no_grad()
     def reset(self, row_norms: Mapping[str, Tensor]) -> None:
-        """Draw A from a uniform distribution, set B to 0, and set m to the norms of the weight's rows.
+        """Draw A from a uniform distribution, set B to 0, and set m (the magnitudes) to the norms of the weight's rows.
 
         Args:
             row_norms: for DoRA, maps the name of each checkpoint matrix to the norms of its rows.
@@ -197,13 +196,13 @@ class LinearAdapters(nn.ModuleDict):
         return torch.where(self._pack(has_adapter) > 0, scale, 1.0)
 
     def _active_group(self) -> Group | None:
-        """Return ``self.group``; None if unsharded tensors currently replace the shards."""
+        """Return ``self.group``; None while whole tensors replace the shards."""
         return self.group if is_sharded(next(self.parameters())) else None
 
     def _pack(self, rows: Mapping[str, Tensor]) -> Tensor:
         """Arrange rows of matrices in the packed order of the weight.
 
-        If the weight is sharded, return this rank's rows.
+        If the weight is sharded by rows, return only this rank's rows.
 
         Args:
             rows: maps the name of each checkpoint matrix to all rows of the matrix, or to this rank's rows of it.
@@ -212,10 +211,11 @@ class LinearAdapters(nn.ModuleDict):
         missing = {name: self.sizes[name] - len(part) for name, part in rows.items()}
         sharded = any(missing.values())
         # There are three cases:
-        # - Nothing is sharded, or this rank's rows of a weight with a single matrix are given: pack what is given.
+        # - Nothing is sharded, or this rank's rows of a single matrix are given: pack the given rows.
         # - This rank's rows of several matrices are given: pad them with zeros, and keep this rank's packed rows.
-        # - Whole matrices are given: keep this rank's packed rows, or all of them if the weight is sharded by columns,
-        #   and sum the gradients over the ranks.
+        # - Whole matrices are given, and the weight is sharded. Each rank computes only a part of the gradients, so the
+        #   gradients are summed over the ranks. Keep this rank's packed rows, or all rows if the weight is sharded by
+        #   columns.
         if group is None or (sharded and isinstance(self.expression, Name)):
             return self.expression.pack(rows)
 
@@ -232,7 +232,7 @@ class LinearAdapters(nn.ModuleDict):
 
 
 def takes_adapters(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the op `low_rank_linear` (without a backward) supports x [..., C] and a weight in ``dtype``."""
+    """Whether `low_rank_linear`, an op without a backward, supports x [..., C] and a weight in ``dtype``."""
     return (
         not (torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or is_batch_invariant())
         and x.dtype in TRITON_DTYPES
@@ -288,7 +288,7 @@ class LoRALinear(nn.Linear, Layer):
 
     @torch.no_grad()
     def reset_adapters(self) -> None:
-        """Draw A, set B to 0, and set m to the norms of the weight's rows, so that the adapters have no effect.
+        """Initialize A randomly, B to 0, and m to the norms of the weight's rows, so that the adapters have no effect.
 
         If the adapters are sharded, the first rank draws all values, and each rank gets its part of them.
         """
@@ -306,7 +306,7 @@ class LoRALinear(nn.Linear, Layer):
         return self.weight if frozen is None else frozen.dense()
 
     def derived(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return A, s · B, and `dora_scale` (None without DoRA). Decoding computes these once for all tokens."""
+        """Return A, s · B, and `dora_scale` (None without DoRA). In decoding, they are computed once for all tokens."""
         return derive(self, dtype, lambda: self._derived(dtype))
 
     def _derived(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -315,7 +315,7 @@ class LoRALinear(nn.Linear, Layer):
 
     @property
     def is_low_rank(self) -> bool:
-        """Whether the layer is just ``W x + b + s · B A x``, which fused ops can compute.
+        """Whether the layer computes just ``W x + b + s · B A x``, so that fused ops can compute it.
 
         The value is False with DoRA, in training with dropout, and if anything other than `apply_tp` has sharded the
         weight.
@@ -330,7 +330,7 @@ class LoRALinear(nn.Linear, Layer):
 
     @property
     def frozen_weight(self) -> FrozenWeight | None:
-        """The quantized weight (also torchao's) in the form that fused ops take; None if the weight is dense."""
+        """The quantized weight (possibly torchao's) in the form that fused ops take; None if the weight is dense."""
         frozen = frozen_parts(self).get("weight")
         if frozen is not None:
             return frozen.join(self.weight)
@@ -370,7 +370,7 @@ class LoRALinear(nn.Linear, Layer):
         return y
 
     def _fuses(self, x: Tensor) -> bool:
-        """Whether the op `low_rank_linear` (without a backward) computes the layer."""
+        """Whether `low_rank_linear`, an op without a backward, computes the layer."""
         return (
             self.is_low_rank
             and not is_sharded(self.weight)
@@ -464,7 +464,7 @@ class LoRALMHead(LoRALinear, LigerLMHead):
             return super().operands(x)
 
         A, B, scale = self.derived(x.dtype)
-        # With these wider operands, one product computes the logits, and the loss needs no second pass over the
+        # With these wider operands, one product computes the logits. The loss therefore needs no second pass over the
         # vocabulary.
         weight = torch.cat([local(self.weight).to(x.dtype), B], 1)  # [V, C + r]
         if scale is not None:

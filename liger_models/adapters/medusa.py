@@ -87,7 +87,8 @@ class MedusaHead(nn.Sequential):
     """Residual blocks and, unless the heads share a projection, the head's own projection to the vocabulary.
 
     This class derives from `nn.Sequential`, so its parameters have the names that the file format requires. The
-    projection must run inside the forward of this module, because FSDP has gathered the projection's weight only there.
+    projection must run inside the forward of this module, because FSDP gathers the projection's weight only for this
+    forward.
 
     Args:
         hidden_size: C.
@@ -108,7 +109,9 @@ class MedusaHead(nn.Sequential):
 
 
 class LigerMedusa(nn.Module):
-    """A model with Medusa heads. The forward computes the heads' loss. ``model`` can still be used by itself.
+    """A model with Medusa heads. The forward computes the logits or the loss of all heads.
+
+    ``model`` can still be used by itself.
 
     Args:
         model: any model of this package whose weights are loaded. `apply_fsdp` may be applied to the model before this
@@ -225,7 +228,7 @@ class LigerMedusa(nn.Module):
         ahead = self.targets(labels, inputs.get("attention_mask"), cu_seqlens)  # [K, B, T]
         check_num_items(num_items_in_batch, ahead)
 
-        # The losses are computed inside the model's head, where FSDP has gathered the head's weight.
+        # The losses are computed inside the forward of the model's head, for which FSDP gathers the head's weight.
         def loss_of_heads(x: Tensor, weight: Tensor, target: Tensor) -> MedusaOutput:
             # Compute all heads with the shared projection, or each head with its own projection.
             if return_log_probs:
@@ -286,11 +289,14 @@ class LigerMedusa(nn.Module):
         return torch.stack(ahead)
 
     def _hidden(self, x: Tensor) -> Tensor:
-        """Return the first C columns of ``x``, the input of the model's head. These columns are the hidden states."""
+        """Return the hidden states: the first C columns of ``x``, the input of the model's head.
+
+        Further columns of ``x`` belong to the bias of the model's head.
+        """
         return x[..., : self.model.config.hidden_size]
 
     def _rows(self, x: Tensor) -> list[Tensor]:
-        """Given the input of the model's own head, return the input of the shared projection for each head."""
+        """Return each head's input for the shared projection, given the input of the model's own head."""
         hidden, columns = self._hidden(x), x[..., self.model.config.hidden_size :]
         return [torch.cat([head(hidden), columns], -1) if columns.numel() else head(hidden) for head in self.heads]
 
@@ -422,7 +428,7 @@ class LigerMedusa(nn.Module):
                 "safetensors.torch.save_file; the tensors have the same names."
             )
 
-        # Check the counts before anything is allocated. Each layer of a head must have its own tensors in the file.
+        # Check the counts before anything is allocated. The file must contain tensors for each layer of each head.
         with safe_open(folder / HEADS, framework="pt") as file:
             count = len(file.keys())
         if max(heads, 1) * max(layers, 1) > count:

@@ -63,7 +63,10 @@ class MTPOutput(NamedTuple):
 
 
 def embeds_with_norms(embedding: nn.Module, *norms: nn.Module) -> bool:
-    """Whether the op `embed_norms` can compute the embedding and the norms. All norms need the same constants."""
+    """Whether the op `embed_norms` can compute the embedding and the norms.
+
+    The caller must ensure that all norms have the same constants.
+    """
     return (
         type(embedding) is LigerEmbedding
         and embedding.scale is None
@@ -74,14 +77,14 @@ def embeds_with_norms(embedding: nn.Module, *norms: nn.Module) -> bool:
 
 
 class LigerMTP(nn.Module):
-    """A model and its multi-token prediction block. ``model`` also works alone.
+    """A model and its multi-token prediction block. ``model`` can still be used by itself.
 
     The forward computes two losses: the model's own loss L for the next token, and the block's loss L' for the token
     after the next token.
 
     The weights of the block come from the checkpoint that the model was loaded from. If the checkpoint has no weights
     of the block, they are initialized as in a new model. Once this object exists, ``model.save_pretrained`` also writes
-    the current weights of the block. The block has the checkpointing policy of the model's last block
+    the current weights of the block. The block uses the checkpointing policy of the model's last block
     (`Decoder.set_checkpointing`).
 
     Args:
@@ -137,8 +140,8 @@ class LigerMTP(nn.Module):
             if layer.attention is not None:
                 layer.layer += config.num_hidden_layers
 
-        # The dtypes in which parameters that stay in fp32 are saved. If a checkpoint is loaded, its dtypes replace
-        # these.
+        # Some parameters stay in fp32. Map each of them to the dtype in which it is saved. If a checkpoint is loaded,
+        # the dtypes of its tensors replace the dtypes below.
         self._wide = {f"layers.{name}": torch.float32 for name in wide_parameters(self.layers)}
         self._layout = self._layouts()[0]
         if stored:
@@ -152,10 +155,10 @@ class LigerMTP(nn.Module):
         return {name: weight for name, weight in self.named_parameters() if not name.startswith("model.")}
 
     def _layouts(self) -> list[dict[str, tuple[Expression, dict[str, str]]]]:
-        """For each checkpoint layout, return a dict from our parameter names to pairs.
+        """For each checkpoint layout, map each of our parameter names to a pair.
 
-        A pair contains the parameter's expression, and a dict from the names in this expression to the names in the
-        checkpoint.
+        The pair contains the `Expression` that computes the parameter, and a dict from the names in this expression to
+        the names in the checkpoint.
         """
         layouts = []
         for weights in format_of(type(self.model)).weight_maps(self._sizes):
@@ -175,13 +178,13 @@ class LigerMTP(nn.Module):
         return layouts
 
     def _load(self, stored: dict[str, Tensor]) -> None:
-        """Replace the parameters by a checkpoint's tensors."""
+        """Replace the parameters with the tensors of a checkpoint."""
 
         def names(layout: dict[str, tuple[Expression, dict[str, str]]]) -> set[str]:
             return {theirs for _, names in layout.values() for theirs in names.values()}
 
-        # Choose the layout that fits best, so that an error lists as few tensors as possible. Copies of weights may be
-        # missing.
+        # Choose the layout that fits best, so that an error lists as few tensors as possible. Copies of the model's
+        # weights are not compared, because a checkpoint may lack them.
         stored = {name: tensor for name, tensor in stored.items() if name not in self.format.copies}
         self._layout = min(self._layouts(), key=lambda layout: len(names(layout) ^ stored.keys()))
         wrong = sorted(names(self._layout) ^ stored.keys())
@@ -254,7 +257,7 @@ class LigerMTP(nn.Module):
         routed_experts: Tensor | None = None,
         **inputs: Any,
     ) -> tuple[Any, Tensor, Tensor | None]:
-        """Compute two losses in one forward: any loss function of the model, and the block's loss L'.
+        """Compute two losses in one forward: the model's loss, with any loss function, and the block's loss L'.
 
         Args:
             input_ids, labels, inputs: as in `forward`.
@@ -309,7 +312,8 @@ class LigerMTP(nn.Module):
         embeds, layout = self._prepare(input_ids, inputs)
         hidden: Any = self.model.run(embeds, layout, return_logits=False).hidden_states
         drafted = self.hidden(hidden[-1], embeds, layout)
-        # A draft for the token two positions ahead is compared with what the model chooses at the next position.
+        # A draft for the token two positions ahead is compared with the token that the model chooses at the next
+        # position.
         own, draft = (self._most_likely(x) for x in (hidden[-1], drafted))
         counted = layout.shift(layout.shift(labels)) != -100
         return torch.stack([((draft == own.roll(-1, 1)) & counted).sum(), counted.sum()])
@@ -349,7 +353,10 @@ class LigerMTP(nn.Module):
 
     @torch.no_grad()
     def draft(self, hidden: Tensor, tokens: Tensor, layout: BatchLayout) -> Tensor:
-        """Like `predict` without gradients. ``tokens`` [B, T] int64 are the ids of the next tokens, not embeddings."""
+        """Like `predict`, but without gradients, and with token ids instead of embeddings.
+
+        ``tokens`` [B, T] int64 are the next tokens.
+        """
         embedding = self.model.embed_tokens
         norm: Any = self.pre_fc_norm_embedding
         other: Any = self.pre_fc_norm_hidden

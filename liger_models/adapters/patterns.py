@@ -2,8 +2,9 @@
 
 `re` tries all ways in which a pattern can match a text, one after the other. For a pattern such as ``(a+)+b``, each
 further character of the text doubles the number of these ways, and the search cannot be interrupted. `Pattern` follows
-all ways at once: for each part of the pattern, it computes all positions where the part may end from all positions
-where it may begin. A pattern has the same meaning as in `re`, because `re` parses it and compiles its smallest parts.
+all ways at once: from the set of positions where a part of the pattern may begin, it computes the set of positions
+where the part may end. A pattern has the same meaning as in `re`, because `re` parses it and compiles its smallest
+parts.
 
 Source: https://swtch.com/~rsc/regexp/regexp1.html.
 """
@@ -24,7 +25,7 @@ each pair of a character in the name and a part of the pattern."""
 
 
 class Pattern:
-    """A regular expression without back references, conditions, and atomic or possessive parts.
+    """A regular expression. Back references, conditions, atomic groups and possessive quantifiers are not supported.
 
     Args:
         pattern: the expression, in the syntax of `re`.
@@ -50,7 +51,7 @@ class Pattern:
         return len(text) in self._ends(self._tree, text, {0}, self._tree.state.flags)
 
     def _ends(self, parts: Any, text: str, positions: set[int], flags: int) -> set[int]:
-        """A sequence of parts begins at one of ``positions``. Return all positions where this sequence may end."""
+        """Return all positions where a sequence of parts may end if it begins at one of ``positions``."""
         for index, (operator, argument) in enumerate(parts):
             self._work += len(positions)
             if self._work > WORK:
@@ -92,7 +93,7 @@ class Pattern:
         return positions
 
     def _repeat(self, least: int, most: int, inner: Any, text: str, positions: set[int], flags: int) -> set[int]:
-        """Return the positions at which a sequence of ``least`` to ``most`` repetitions of ``inner`` may end."""
+        """Return where ``least`` to ``most`` repetitions of ``inner`` may end if they begin at one of ``positions``."""
         for _ in range(least):
             following = self._ends(inner, text, positions, flags)
             if following == positions:  # further repetitions would not change the set

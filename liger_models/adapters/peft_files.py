@@ -114,14 +114,14 @@ def _targets(model: CausalLM, config: LoRAConfig) -> tuple[list[str], list[str]]
     misread = set() if config.use_dora else {name for name in names if short_name(name) in _misread(model)}
     names -= misread
 
-    # Keep the config's targets if PEFT understands them in the same way. Otherwise write names.
+    # Keep the config's targets if PEFT understands them in the same way. Otherwise, write module names.
     targets = config.target_modules
     short = sorted(set(map(short_name, names)))
     if targets == "all-linear" and model.visual is None and not any(map(str.isdigit, short)):
         targets = short
     elif isinstance(targets, str) or model.visual is not None:
-        # Write full names, because PEFT would adapt every module with the same last part: for example, "proj" in a
-        # tower, or the index of a projection in a list, which is also the index of a block.
+        # Write full names. For a last part, PEFT would adapt every module whose name ends with it. For example, a tower
+        # may also have a "proj", and the index of a projection in a list may also be the index of a block.
         targets = sorted(names)
     else:
         targets = [target for target in targets if any(matches(name, target) for name in names)]
@@ -341,7 +341,7 @@ def _fill_adapters(model: CausalLM, tensors: dict[str, Tensor], file: Path) -> N
             "were trained on."
         )
 
-    # Check that the shapes equal the shapes that this model would write, and copy the values.
+    # Check that each tensor has the shape that this model would write, and copy the values.
     for name, (parameter, write, read) in targets.items():
         shape, tensor = write(empty_on("meta", parameter)).shape, tensors[name]
         if tensor.shape != shape or not tensor.is_floating_point():

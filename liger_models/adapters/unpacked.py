@@ -182,11 +182,11 @@ class UnpackedModel(Node):
     """Checkpoint names of parameters that can't have adapters, such as experts, routers and patch embeddings.
     """
     skipped: set[str]
-    """The last parts of those names in `fixed` that name linear layers or experts in transformers."""
+    """The last parts of the names in `fixed` that belong to linear layers or experts in transformers."""
     plain_names: set[str]
     """The names of all parameters of the tree before PEFT adds adapters."""
     said: set[str]
-    """The reasons, already named in a warning, why PEFT itself computes a layer; see `UnpackedLinear`."""
+    """Reasons why PEFT itself computes some layers. A warning has already named each of them; see `UnpackedLinear`."""
     adapter_configs: dict[str, Any] | None
     """Maps adapter names to PEFT configurations; None before the first adapter and after unloading."""
     checked: set[str]
@@ -243,7 +243,7 @@ class UnpackedModel(Node):
             owner_path, _, owner_name = path.rpartition(".")
             owner = causal_lm.get_submodule(owner_path)
 
-            # Find the module's own parameters, as expressions in the checkpoint's tensors.
+            # Find the expressions that compute the module's own parameters from the checkpoint's tensors.
             expressions = {}
             for name, _ in module.named_parameters(recurse=False):
                 full_name = f"{path}.{name}".lstrip(".")
@@ -431,7 +431,7 @@ class UnpackedModel(Node):
 
     @property
     def loss_function(self) -> Any:
-        """The loss function that is applied to the logits. Users can replace it in transformers' models."""
+        """The loss function that is applied to the logits. Users can replace it in a model of `liger_models.hf`."""
         return self.inner.loss_function
 
     @loss_function.setter
@@ -443,7 +443,7 @@ class UnpackedModel(Node):
         self.inner.loss_function = function
 
     def get_encoder(self) -> "UnpackedModel":
-        """Return the model itself, which in transformers means that the model has no encoder."""
+        """Return the model itself. In transformers, this means that the model has no encoder."""
         return self
 
     def enable_input_require_grads(self) -> None:
@@ -582,7 +582,7 @@ def _layers_inside(module: nn.Module) -> list[str]:
 
 
 def _counterparts(entries: Mapping[str, Expression]) -> dict[str, set[str]]:
-    """Map each checkpoint module's path to our modules that hold the parameters of this module and its submodules."""
+    """Map the path of each checkpoint module to our modules that hold its parameters or its submodules' parameters."""
     counterparts: dict[str, set[str]] = {}
     for parameter, expression in entries.items():
         for tensor in expression.names():
@@ -594,14 +594,15 @@ def _counterparts(entries: Mapping[str, Expression]) -> dict[str, set[str]]:
 
 
 def _is_same_module(module: nn.Module, expressions: dict[str, Expression], counterparts: dict[str, set[str]]) -> bool:
-    """Whether transformers' model has the same module as our model, such as a norm or the embedding.
+    """Whether a module of our model corresponds to one module in transformers, as a norm or the embedding does.
 
-    The result is False for all linear layers except the head. An `UnpackedLinear`, which can run fused ops with
-    adapters, replaces each linear layer for which the result is False.
+    The result is False for all linear layers except the head. The linear layers that can have adapters are replaced by
+    an `UnpackedLinear`, which can run fused ops with adapters.
 
     Args:
         module: the module.
-        expressions: the module's own parameters, as expressions in the checkpoint's tensors.
+        expressions: for each of the module's own parameters, the `Expression` that computes it from the checkpoint's
+            tensors.
         counterparts: see `_counterparts`.
     """
     if isinstance(module, nn.Linear) and not isinstance(module, LigerLMHead):

@@ -1,4 +1,4 @@
-"""Checks of PEFT configurations for an `UnpackedModel`: they refuse settings that PEFT would silently ignore."""
+"""Checks of PEFT configurations for an `UnpackedModel`, which reject settings that PEFT would silently ignore."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -78,7 +78,7 @@ def _check_tied_tokens(config: Any, causal_lm: CausalLM) -> None:
 
 
 def _check_single_tokens(config: Any, causal_lm: CausalLM) -> None:
-    """Refuse to train embeddings of single tokens, because PEFT would skip what the embedding computes after the
+    """Refuse to train embeddings of single tokens. PEFT would skip the operations that the embedding applies after the
     lookup."""
     for option in ("trainable_token_indices", "token_indices"):
         value = getattr(config, option, None)

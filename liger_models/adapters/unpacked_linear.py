@@ -3,7 +3,7 @@
 The linear layers share the memory of one joined weight. A fused op can therefore read the weights of all linear layers
 as one matrix, and PEFT can read and write the weight of each layer::
 
-    gate_up_proj   rows of gate and up in turn; gate_proj.weight is rows 0, 2, 4, ... of the joined weight
+    gate_up_proj   rows of gate and up alternate; gate_proj.weight is rows 0, 2, 4, ... of the joined weight
     qkv_proj       all rows of q, then k, then v; the outputs are moved to the order of the packed rows
 
 If PEFT has wrapped a linear layer in its ``lora.Linear``, the adapters are passed to the ops of `LoRALinear`, and
@@ -51,12 +51,12 @@ class Term(NamedTuple):
 class CannotFuse(Exception):
     """Raised if fused ops cannot compute a layer, so that PEFT itself must compute the layer.
 
-    A warning gives the message of this exception as its reason. An empty message causes no warning.
+    A warning shows the message of this exception as the reason. An empty message causes no warning.
     """
 
 
 class RowOrder:
-    """The order of a packed weight's rows, relative to the order in which its matrices are joined.
+    """The order of the rows in a packed weight, relative to their order in the joined matrices.
 
     Args:
         rows: [O] int64. Row i of the joined matrices is row ``rows[i]`` of the packed weight.
@@ -134,10 +134,11 @@ class UnpackedLinear(Layer):
 
     Args:
         packed: the projection.
-        weight: the projection's weight, as an expression in terms of the checkpoint's matrices.
-        bias: the projection's bias, as an expression in terms of the checkpoint's vectors; None if there is no bias.
-        said: the reasons, already named in a warning, why PEFT itself computes a layer. All layers of the model share
-            this set.
+        weight: the `Expression` that computes the projection's weight from the checkpoint's matrices.
+        bias: the `Expression` that computes the projection's bias from the checkpoint's vectors; None if there is no
+            bias.
+        said: reasons why PEFT itself computes some layers. A warning has already named each of them. All layers of the
+            model share this set.
     """
 
     def __init__(self, packed: nn.Linear, weight: Expression, bias: Expression | None, said: set[str]) -> None:
@@ -196,8 +197,7 @@ class UnpackedLinear(Layer):
             return None
         if len(weights) == 1 and self.row_order is None:
             return first.detach()
-        # Copy the rows if weights can't be moved (in a compiled graph) or if tensors have no memory that could be
-        # shared.
+        # Copy the rows if weights can't be moved (in a compiled graph), or if tensors do not have memory of their own.
         if is_traced() or first.is_meta or type(first.data) is not Tensor:
             return self._pack_rows([weight.detach() for weight in weights])
         joined = self.joined
@@ -254,7 +254,7 @@ class UnpackedLinear(Layer):
 
     @property
     def is_low_rank(self) -> bool:
-        """Whether the layer is just ``W x + b + s · B A x``, which fused ops can compute."""
+        """Whether the layer computes just ``W x + b + s · B A x``, so that fused ops can compute it."""
         try:
             _, terms = self._weight_and_terms()
         except CannotFuse:
