@@ -38,7 +38,7 @@ def verify_adapter(
         progress: whether loading shows a progress bar.
 
     Yields:
-        For each check, a description with the numbers that the check found, and a list of problems.
+        For each check, a description with the measured numbers, and a list of problems.
     """
     model = load_by_name(name, dtype=torch.float32, device=device, progress=progress)
     config = _read(adapter)

@@ -168,7 +168,7 @@ def part_errors(ours: CausalLM, recorded: Trace, **inputs: Any) -> dict[str, dic
 
     Returns:
         A mapping from paths, such as ``"layers.0"``, to mappings from names of parts to errors, in the order in which
-        the parts run. The part ``"output"`` of a block is the sum of the block's branches.
+        the parts run. The part ``"output"`` of a block is the residual stream after the block.
     """
     # If the numbers of blocks differ, there is nothing to compare.
     parts = _Parts()
@@ -263,8 +263,8 @@ def _corrected_branch(
 
 
 def first_difference(errors: Mapping[str, Mapping[str, float]], limit: float = PART_LIMIT) -> str:
-    """Return a text with the first path that has an error beyond ``limit``, and the errors of its parts; "" if none
-    has.
+    """Return a text with the first path that has an error beyond ``limit``, and the errors of its parts; "" if no path
+    has such an error.
 
     An example of a result is ``layers.0: input_layernorm 2.1e-08, self_attn 3.4e-01, ... (2 of 4 places differ)``.
     """
@@ -364,8 +364,8 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
     if result.differences or result.not_compared:
         return result
 
-    # Run one model after the other, so that the device holds only one. Ours is loaded again only to find the
-    # difference.
+    # Run one model after the other, so that the device holds only one. Our model is loaded again only if the logits
+    # differ, to find the first part that differs.
     ids = random_text(empty.config, 2, length).to(device)
     options: dict[str, Any] = {"dtype": torch.float32, "device": device}
     with torch.no_grad():

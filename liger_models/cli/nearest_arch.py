@@ -188,7 +188,7 @@ Source: TODO the paper, transformers ``models/{name}``.
 
 
 def _with_defaults(source: str, class_name: str, ours: Any, theirs: Any) -> str:
-    """Return the source text of a config class, with transformers' defaults instead of its own."""
+    """Return the source text of a config class, in which transformers' defaults replace the defaults of the class."""
     # Map each field to its statement, if the class has one. Other fields are inherited.
     defaults = arguments(theirs)
     if hasattr(theirs, "default_theta"):

@@ -21,14 +21,15 @@ from liger_models.generation.deterministic import deterministic_forward, refusal
 from liger_models.layers.layer import named_layers
 
 LENGTHS = (65, 1, 64, 2, 130, 63)
-"""Lengths of the documents in tokens. Most are close to multiples of kernel tiles and linear-attention chunks.
+"""Lengths of the documents in tokens.
 
-Short documents follow long ones, so that a leak from a long document to a short one would show.
+Most lengths are close to multiples of the sizes of kernel tiles and of chunks in linear attention. Short documents
+follow long ones, so that a leak from a long document to a short one would show.
 """
 
 HALF_LIMIT = 5e-2
-"""Largest accepted relative difference of bfloat16 gradients. A packed row sums them in another order than single
-documents.
+"""Largest accepted relative difference of bfloat16 gradients. The gradients of a packed row are summed in another order
+than the gradients of single documents.
 """
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -42,7 +43,7 @@ WIDTHS = (
 LARGEST = {"sliding_window": 48, "attention_chunk_size": 48, "vocab_size": 1024, "vocab_size_per_layer_input": 1024}
 """Largest values in a reduced model. Windows must be shorter than the documents to have an effect."""
 FITTING: dict[str, dict[str, Any]] = {"glm4v": {"partial_rotary_factor": 0.5}, "glm4v_moe": {"head_dim": 128}}
-"""Values from released checkpoints, for families whose default sizes do not fit together (also in transformers)."""
+"""Values from released checkpoints, for families whose default sizes are inconsistent, in transformers as well."""
 
 
 class Check(NamedTuple):
@@ -109,10 +110,9 @@ def free_memory(device: str) -> int | None:
 
 
 def default_config(config_class: Any, values: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Return a family's config with default values, even if the defaults of its vision tower do not fit together.
+    """Return a family's config with default values, even if the defaults of its vision tower are inconsistent.
 
-    Tower sizes that do not fit together do no harm, because the tower does not run. ``values`` replace some of the
-    defaults.
+    Inconsistent tower sizes do no harm, because the tower does not run. ``values`` replace some of the defaults.
 
     Raises:
         ValueError: a field has no default, which only happens in custom architectures.
@@ -176,7 +176,7 @@ def _build(model_class: type[CausalLM], config: Any, dtype: torch.dtype, device:
 def _narrow(config: Any, divisor: int) -> Any:
     """Return a copy of a config with smaller sizes.
 
-    The constructor's checks do not run, so a tower's sizes need not fit together.
+    The constructor's checks do not run, so a tower's sizes may be inconsistent.
     """
     sizes, changes = vars(config), {}
     for name in WIDTHS:
@@ -305,7 +305,7 @@ def _compare(
 def _loss(model: CausalLM, ids: Tensor, bounds: Tensor, spans: list[slice], limit: float) -> Check:
     """Compare the loss of the packed row with the sum of its documents' losses.
 
-    No loss includes the load-balancing loss.
+    Neither loss includes the load-balancing loss.
     """
 
     def summed(tokens: Tensor, **options: Any) -> Tensor:
@@ -321,9 +321,10 @@ def _loss(model: CausalLM, ids: Tensor, bounds: Tensor, spans: list[slice], limi
 
 
 def _parameters(model: CausalLM, norms: dict[str, Tensor], limit: float) -> Check:
-    """Compare the parameters' gradients. ``norms`` are the norms of the packed row's gradients.
+    """Compare the gradients of the parameters with the sums of the gradients from the single documents.
 
-    The attribute ``grad`` of each parameter holds the difference between the gradients.
+    The attribute ``grad`` of each parameter holds the difference: the gradient from the packed row minus this sum.
+    ``norms`` are the norms of the gradients from the packed row.
     """
     total = math.sqrt(sum(float(norm) ** 2 for norm in norms.values()))
     elements = sum(model.get_parameter(name).numel() for name in norms)

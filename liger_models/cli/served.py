@@ -1,4 +1,4 @@
-"""The rules of vLLM and SGLang for adapters that they load, and a check whether an adapter's folder follows them."""
+"""The rules of vLLM and SGLang for adapters, and a check that an adapter's folder follows these rules."""
 
 import difflib
 import json
@@ -25,7 +25,8 @@ class Server:
         ignored: maps settings of adapter_config.json to advice for the user. The server does not read these settings,
             so its results would be wrong.
         patterns: strings that the server accepts for ``target_modules``; None if it accepts all.
-        modules: last parts of the names of modules that can have adapters; None if all linear layers can.
+        modules: last parts of the names of the modules that can have adapters; None if all linear layers can have
+            adapters.
         together: maps a module to modules that must also have adapters in the same layer, because the server stacks
             them.
         rank: the largest rank that the server accepts by default.
