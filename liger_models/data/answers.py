@@ -27,9 +27,10 @@ MULTIPLE = 64
 class AnswerEncoder(Encoder):
     """Encodes each record as two documents.
 
-    For a pair, the two documents are the chosen and the rejected answer. For a labeled answer, the two documents are
-    the answer and its label, a number. The document of an answer consists of the prompt, without labels, and the
-    answer. In a pair, only the first document has the prompt's images.
+    For a pair, the two documents are the chosen and the rejected answer. For a labeled answer, the first document is
+    the answer, and the second document holds its label, which is 0 or 1. The document of an answer consists of the
+    prompt and the answer. The tokens of the prompt have no labels. In a pair, only the first document has the prompt's
+    images.
     """
 
     def encode(self, records: Iterable[Record]) -> Iterator[Document]:
@@ -159,8 +160,9 @@ class AnswerDataset(PackedDataset):
     A batch holds the arguments of a forward. In a batch of pairs, the first rows are the chosen sequences, and the
     other rows are the rejected sequences. All rows are padded on the right. Only answers have labels. Both sequences of
     a pair have the pixels of the prompt. A batch of labeled answers also has ``preference_labels`` [rows] bool, and
-    mismatched rows under keys with the prefix ``kl_``: the same prompts with the same pixels, but each prompt is
-    followed by the answer to the next prompt. From these mismatched rows, KTO estimates its KL divergence.
+    mismatched rows under keys with the prefix ``kl_``. In a mismatched row, each prompt is followed by the answer to
+    the next prompt. The pixels of the prompts are the same, and are not repeated. KTO estimates its KL divergence from
+    the mismatched rows.
 
     A sequence is cut after ``length`` tokens or, if this would split an image, before this image. An example is left
     out if its prompt leaves no room for an answer. A warning reports how many examples are left out.
@@ -199,7 +201,7 @@ class AnswerDataset(PackedDataset):
             raise ValueError("AnswerDataset: the source must have a length, got a stream. Save it as a file.")
 
     def _notes(self) -> list[str]:
-        """Return notes with numbers: examples that are left out, sequences that are cut, pairs with equal answers."""
+        """Return notes that count examples left out, sequences that are cut, and pairs with equal answers."""
         parts: Any = getattr(self.rows, "parts", [self.rows])
         ends = [part.tokens.ends for part in parts]
         sizes = [end.diff(prepend=end.new_zeros(1)).view(-1, 2) for end in ends]

@@ -32,7 +32,7 @@ _NO_TARGETS = (
 
 
 class PackedDataset(IterableDataset[Batch]):
-    """This rank's share of packed rows, epoch after epoch, in batches that hold the arguments of a model's forward.
+    """Yields this rank's share of packed rows, epoch after epoch. The batches hold the arguments of a model's forward.
 
     A row contains whole documents and ends with padding, which has no labels. ``cu_seqlens`` contains the bounds of all
     documents. The packing and the order of the rows depend only on the data, ``seed`` and the epoch. In each step, the
@@ -83,10 +83,10 @@ class PackedDataset(IterableDataset[Batch]):
             header. If pixels cannot be decoded later, "skip" makes the image black and removes the labels of its
             document. A warning names the first such image.
         multi_turn: how the answers of a chat become examples. "split" makes one example of all answers that the
-            rendered chat shows as they were generated. If the template changes earlier answers, for example by removing
-            their reasoning, further examples end with these answers and show them as they were generated. "all" makes
-            one example of all answers, as the template renders them in the whole chat. "last" makes one example, in
-            which only the last answer is learned.
+            rendered chat shows as they were generated. If the template changes an earlier answer, for example by
+            removing its reasoning, a further example ends with this answer and shows it as it was generated. "all"
+            makes one example of all answers, as the template renders them in the whole chat. "last" makes one example,
+            in which only the last answer is learned.
         on_unrendered: what happens if the chat template leaves out the content, the tool calls, the reasoning or the
             tools of a chat. "error" raises an error. "warn" and "drop" train on the text without the parts that are
             left out, and "warn" issues a warning.
@@ -235,8 +235,8 @@ class PackedDataset(IterableDataset[Batch]):
             self._row += len(rows)
             self.passed += step_rows
 
-            # Workers take turns: each step has one worker. A worker counts all rows, but makes this rank's rows only
-            # in its own steps.
+            # Workers take turns: one worker makes the rows of a step. A worker counts all rows, but makes this rank's
+            # rows only in its own steps.
             if step % workers == number:
                 rank_rows = rows[self.rank * self.batch_size :][: self.batch_size]
                 yield self._batch(
@@ -318,7 +318,7 @@ class PackedDataset(IterableDataset[Batch]):
         return {"epoch": self.epoch, **self._position(), "data": self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the batches of a saved state. ``batch_size`` and the number of ranks may have changed.
+        """Continue after the last batch of a saved state. ``batch_size`` and the number of ranks may have changed.
 
         Raises:
             ValueError: the state belongs to other data, or to rows packed with other options.
@@ -333,8 +333,8 @@ class PackedDataset(IterableDataset[Batch]):
             )
         self.set_epoch(state["epoch"])
         self._follow(state)
-        # Whose turn it is depends on the number of steps since the start of the iteration, so a worker keeps this
-        # start.
+        # The number of steps since the start of the iteration determines whose turn it is. A worker therefore keeps the
+        # start that it already has.
         if get_worker_info() is None:
             self._start = self._row
         self._loaded = True
@@ -373,7 +373,7 @@ class PackedDataset(IterableDataset[Batch]):
         return ", ".join(map(str, files[:3])) + ", ..." * (len(files) > 3) or f"the {type(self.source).__name__}"
 
     def _begin(self) -> None:
-        """Move to where an iteration starts: a loaded position, or the beginning of the current or the next epoch."""
+        """Move to the start of an iteration: a loaded position, or the beginning of the current or the next epoch."""
         if self._is_finished():
             self.set_epoch(self.epoch + 1)
         elif not self._loaded:
@@ -387,8 +387,8 @@ class PackedDataset(IterableDataset[Batch]):
         return self._row > 0 and not self._loaded and self._rows is not None and self._row >= len(self._rows)
 
     def _rewind(self) -> None:
-        self._start = self._row = 0  # rows of all ranks, taken before this iteration and until now
-        self._read = self._first = 0  # for a stream: number of records before the window, and its first row
+        self._start = self._row = 0  # the numbers of rows that all ranks took before this iteration, and until now
+        self._read = self._first = 0  # for a stream: number of records before the window, and number of its first row
 
     def _position(self) -> dict[str, int]:
         position = {"start": self._start, "row": self._row, "read": self._read, "first": self._first}
@@ -440,7 +440,7 @@ class PackedDataset(IterableDataset[Batch]):
             if not self._first > 0 and pieces and not any(has_target(ids) for ids, _ in pieces):
                 raise ValueError(f"PackedDataset: the first {len(window)} examples of {self._named()} {_NO_TARGETS}")
 
-            # Yield the rows of the window, starting at the position.
+            # Yield the rows of the window, starting at the current position.
             sizes = torch.tensor([len(ids) for ids, _ in pieces], dtype=torch.int64, device="cpu")
             packed, ends = pack(sizes, self.length)
             for row in packed.tensor_split(ends[:-1])[begun : len(ends)]:

@@ -32,10 +32,10 @@ WINDOW_CHARACTERS, OVERLAP_CHARACTERS = 1 << 18, 1 << 12
 Tokenizers need over 100 bytes of memory per character.
 """
 MEDIA = ("image", "video", "audio")
-"""Words that mark special tokens and types of message parts as media instead of text."""
+"""Words in the names of special tokens and in the types of message parts that stand for media instead of text."""
 
 ON_UNRENDERED = ("error", "warn", "drop")
-"""The choices for what happens to an example if the chat template leaves out one of its fields."""
+"""What may happen to an example if the chat template leaves out one of its fields."""
 
 WEIGHTS = ("weight", "loss", "train")
 """Keys of a message that say whether the message is learned."""
@@ -48,7 +48,7 @@ padding.
 """
 
 SPEAKERS = ("system", "user", "assistant")
-"""Roles whose messages must contain a text or parts. A tool's result may be anything that the template can write."""
+"""Roles whose messages must contain a text or parts. A tool's result may be anything that the template can render."""
 
 
 class Document(NamedTuple):
@@ -67,7 +67,7 @@ class Text(NamedTuple):
     """An example as text, before it is tokenized.
 
     Attributes:
-        where: where the example is, for errors.
+        where: location of the example, for error messages.
         text: the text, with the tokens of its images.
         spans: the parts of the text that get labels; None for the whole text.
         special: whether the tokenizer adds its special tokens to the text.
@@ -278,7 +278,7 @@ class Encoder:
     def _read_ids(
         self, where: str, field: str, ids: Any, example: Mapping[str, Any], columns: Columns
     ) -> list[Document]:
-        """Return the documents in a record of token ids, unchanged. Packed ids contain several documents."""
+        """Return the documents in a record of token ids, without padding. Packed ids contain several documents."""
         if not isinstance(ids, Sequence) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
             raise ValueError(
                 f"{where}: {field} must be a text, messages, or token ids, got {str(ids)[:60]!r}. Correct it."
@@ -495,7 +495,7 @@ def check_media_columns(
     """Raise ValueError if an example has image columns that the model does not accept.
 
     Args:
-        where: where the example is.
+        where: location of the example.
         example: the columns.
         media: reader for the model's images.
         must: the beginning of the error message, which continues with the kinds of media that the model takes.
@@ -532,7 +532,7 @@ def check_rendered(where: str, fields: Sequence[str], on_unrendered: str) -> Non
     """Raise ValueError or warn if the chat template leaves out fields of an example.
 
     Args:
-        where: where the example is.
+        where: location of the example.
         fields: the fields that are left out, such as "message 2: tool_calls".
         on_unrendered: one of `ON_UNRENDERED`.
     """
@@ -611,7 +611,7 @@ def read_messages(where: str, messages: Sequence[Mapping[str, Any]], kinds: Sequ
     """Return messages for a chat template, without the null values that a table adds for missing keys.
 
     Args:
-        where: where the messages are, for errors.
+        where: location of the messages, for error messages.
         messages: dicts with ``role`` and ``content``.
         kinds: the kinds of parts that are allowed besides text, such as "image".
 

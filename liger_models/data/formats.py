@@ -26,10 +26,10 @@ ALPACA = "Below is an instruction that describes a task{}. Write a response that
 ALPACA_INPUT = ", paired with an input that provides further context"
 
 SHOWN = 4096
-"""Number of tokens of a document that are read to show the document."""
+"""Maximum number of tokens of a document that `mark_learned` shows."""
 
 Columns = Mapping[str, Any]
-"""A record, or the example that it becomes, as values by column."""
+"""A record or an example, as a mapping from column names to values."""
 Convert = Callable[[str, Columns, bool], Columns]
 """A function that converts a record to an example. Arguments: location, record, whether there is a chat template."""
 
@@ -332,7 +332,7 @@ class Formats:
         if isinstance(record, str):
             return "text"
         names = sorted(map(str, record)) if isinstance(record, Mapping) else type(record).__name__
-        # A column without a value does not count. The error message says so.
+        # A column without a value does not count. The error message names such columns.
         nulls = [str(name) for name, value in record.items() if value is None] if isinstance(record, Mapping) else []
         without = f" without a value for {', '.join(nulls)}" if {*nulls} & _COLUMNS else ""
         if self.format is not None:
@@ -345,7 +345,7 @@ class Formats:
 
         # Take the first format that fits the record and is allowed.
         fitting = [name for name in FORMATS if isinstance(record, Mapping) and FORMATS[name].fits(record)]
-        # An answer with a label may be labeled as bad, and must not be learned as a completion.
+        # A labeled answer may be labeled as bad, so it must not be learned as a completion.
         is_labeled = "kto" in fitting and "kto" not in self.allowed
         usable = [name for name in fitting if name in self.allowed and not (is_labeled and name == "prompt-completion")]
         if not usable and fitting:
@@ -360,7 +360,7 @@ class Formats:
                 "its columns, or name the column of a text by field=."
             )
 
-        # All records of a file must have the format of its first record. Data sets may hold records of several
+        # All records of a file must have the format of its first record. Records from other sources may have several
         # formats.
         file = re.match(r"(.*), (?:line|row) \d+$", where)
         first = self.of_file.setdefault(file[1], usable[0]) if file else usable[0]

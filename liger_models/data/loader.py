@@ -39,15 +39,15 @@ class PackedLoader(DataLoader[Batch]):
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         self.data._begin()
         epoch = self.data.epoch
-        with torch.device("cpu"):  # the device of the generator, from which PyTorch draws a seed
+        with torch.device("cpu"):  # PyTorch draws a seed on the default device, which must be the generator's
             batches = super().__iter__()
-        # The iterator ends its workers when its last reference is dropped, but the traceback of an error keeps one.
-        # At the end of the program, PyTorch would send SIGTERM to the workers, which ignore it, and would then wait for
-        # them forever.
+        # The iterator ends its workers when its last reference is dropped, but the traceback of an error keeps a
+        # reference. At the end of the program, PyTorch would then send SIGTERM to the workers, which ignore this
+        # signal, and would wait for them forever.
         end_workers = getattr(batches, "_shutdown_workers", bool)  # without workers, there is no such method
         atexit.register(end_workers)
-        # Workers have started with copies of the loaded position. Without workers, the data set itself still has to
-        # start from this position.
+        # The workers have started with copies of the loaded position. If there are no workers, the data set itself
+        # still has to start from this position.
         if self.num_workers:
             self.data._loaded = False
         try:

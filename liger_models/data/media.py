@@ -83,7 +83,7 @@ class MediaSource(NamedTuple):
     """A reference to an image or a video, as an example contains it.
 
     Attributes:
-        kind: "image" or "video"; "" if the example refers to neither.
+        kind: "image" or "video"; "" for a message part that is neither.
         source: any source that `locate_image` takes; None for the next image of a column.
         settings: ``min_pixels`` and ``max_pixels`` of an image, or ``fps`` of a video, if the example sets them.
     """
@@ -98,7 +98,7 @@ class Medium:
     """An image or a video in a document.
 
     Attributes:
-        where: location of its example, for errors.
+        where: location of the example, for error messages.
         source: the absolute path of the file, the content of the file, or a PIL image in RGB.
         size: the size of the image or video, which determines its number of tokens.
         first, end: the index of the medium's first token in the document, and the index after its last token.
@@ -175,7 +175,7 @@ class Medium:
 
     @property
     def content(self) -> bytes:
-        """The bytes to store: empty for a file, and a PNG for a PIL image."""
+        """The bytes to store: none for a file, the source itself if it is bytes, and a PNG for a PIL image."""
         if isinstance(self.source, Path):
             return b""
         if isinstance(self.source, bytes):
@@ -204,7 +204,7 @@ def _video_size(file: Any, settings: Mapping[str, Any], sampled: Sampled) -> Med
     """Read a video's header, and return the size of the frames and the numbers of the sampled frames."""
     if not isinstance(file, Path | bytes):
         raise ValueError("an image. Pass images as images.")
-    # The rate of the sampled frames, from which the model computes their times.
+    # Compute the rate of the sampled frames. From this rate, the model computes the times of the frames.
     width, height, frames, fps = read_header(file)
     numbers = sampled(frames, fps, settings.get("fps"))
     rate = len(numbers) / frames * fps
@@ -265,7 +265,7 @@ class MediaReader:
         message.
 
         Args:
-            where: where the example is, for errors.
+            where: location of the example, for error messages.
             messages: dicts with ``role`` and ``content``.
             columns: maps each kind to the images in its column.
 
@@ -279,7 +279,8 @@ class MediaReader:
         placed: list[dict[str, Any]] = []
         sources: list[MediaSource] = []
 
-        # Parts of a message and marks in a text contain an image or stand for an image of a column.
+        # A message part contains an image, or stands for the next image of a column. A mark in a text stands for the
+        # next image of a column.
         for message in messages:
             content = message.get("content")
             if isinstance(content, str) and any(f"<{kind}>" in content for kind, column in columns.items() if column):
@@ -293,7 +294,7 @@ class MediaReader:
                 content = parts
             placed.append({**message, "content": content})
 
-        # Images of the other columns come first in the user's first message.
+        # If no message has a place for the images of a column, put them at the beginning of the user's first message.
         for kind, column in columns.items():
             users = [message for message in placed if message.get("role") == "user"]
             if column and users and not any(kind == source.kind for source in sources):
@@ -342,7 +343,7 @@ class MediaReader:
         """Return a text in which the placeholders of images are replaced with the tokens of the images.
 
         Args:
-            where: where the example is, for errors.
+            where: location of the example, for error messages.
             text: the text, as a chat template renders it.
             spans: the spans of the answers in the text; None if the text is not a chat.
             media: the images of the text, in order.
@@ -377,7 +378,7 @@ class MediaReader:
         """For each image of a document, set the positions of its first and last tokens.
 
         Args:
-            where: where the example is, for errors.
+            where: location of the example, for error messages.
             ids: the token ids of the document, with ``~id`` for a token without a label.
             media, counts: the images of the document, and the number of tokens of each image.
 
@@ -400,10 +401,10 @@ class MediaReader:
 
 
 def take(where: str, kinds: Sequence[str], columns: Columns) -> list[Any]:
-    """Return the images for the places in an example. Each place gets the next image in the column of the place's kind.
+    """Assign images to the places in an example. Each place gets the next image from the column of its kind.
 
     Args:
-        where: where the example is, for errors.
+        where: location of the example, for error messages.
         kinds: for each place, the kind of its image, such as "image".
         columns: maps each kind to the images in its column.
 

@@ -21,7 +21,7 @@ class MixedRows(PackedRows):
     been used, they are used again in another order.
 
     Args:
-        parts: the rows of each data set. The epochs of the parts themselves are not used.
+        parts: the rows of each data set. The parts' own epochs are ignored.
         shares: the share of each data set, a positive number. Shares need not add up to 1.
         shuffle, seed: see `PackedDataset`.
 
@@ -75,7 +75,8 @@ class MixedRows(PackedRows):
         """For each row of the epoch, return its part and its index in this part, as two tensors [rows] int64."""
         parts, rows = [], []
         for number, (part, count) in enumerate(zip(self.parts, self.counts, strict=True)):
-            # Rows that the part has provided since the first epoch are counted through all cycles of the part.
+            # A cycle uses each row of the part once. Rows are counted through all cycles: this epoch takes the rows
+            # from `first` to `last`.
             size, first, last = len(part), self.epoch * count, (self.epoch + 1) * count
             cycles = [self._order(size, number, cycle) for cycle in range(first // size, -(-last // size))]
             skipped = first // size * size  # rows of the cycles before

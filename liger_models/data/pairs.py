@@ -30,7 +30,7 @@ DOCUMENT = ("positive", "pos", "document", "passage", "answer", "sentence2")
 SCORE = ("score", "label", "similarity_score")
 """Possible names of the columns with an example's query, with its document, and with the score of the two."""
 HEAD = 4
-"""Number of integers at the beginning of an example's first document. This document describes the example."""
+"""Number of integers before the scores in an example's first document. This document describes the example."""
 
 
 class Pair(NamedTuple):
@@ -39,7 +39,7 @@ class Pair(NamedTuple):
     Attributes:
         query: the query, or the first of two texts.
         documents: the positive document, followed by negative documents. With a score, there is only one document.
-        score: the score of query and document; None if the documents are positive and negative documents.
+        score: the score of query and document; None for a positive document with negative documents.
     """
 
     query: str
@@ -51,8 +51,8 @@ class TextMaker(Protocol):
     """Creates the texts of examples, as token ids. Two objects with equal fields create the same texts."""
 
     by_document: bool
-    """Whether an example has one text per document, with a score. Otherwise, it has a text for the query and for each
-    document.
+    """Whether an example has one text per document, with a score. Otherwise, it has one text for the query and one for
+    each document.
     """
 
     def __call__(self, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> list[list[Tensor]]:
@@ -99,7 +99,8 @@ def read_pair(where: str, record: Mapping[str, Any], format: str) -> Pair:
             check_characters(where, negative)
             documents.append(negative)
 
-    # If there is a single document with a score, the document may be a negative one.
+    # An example with a single document and a score is an error, because the score may say that the document is
+    # negative.
     score = next((name for name in SCORE if isinstance(record.get(name), int | float)), None)
     if score is not None and len(documents) == 1:
         raise ValueError(
@@ -287,8 +288,7 @@ class PairDataset(PackedDataset):
             counted = [True] * len(rows)
         elif not rows:
             rows, counted = [self.rows[0]], [False]  # so that all ranks have the same number of batches
-        # Order the texts. For a reranker, by example. Otherwise, queries first, then documents, then negative
-        # documents.
+        # Order the texts: for a reranker by example; otherwise queries first, then documents, then negative documents.
         numbered = [(number, text) for number, row in enumerate(rows) for text in row["texts"]]
         if not self.texts.by_document:
             parts = [[(number, row["texts"][place]) for number, row in enumerate(rows)] for place in (0, 1)]

@@ -166,7 +166,7 @@ def encode_pair(
     """Return an `Answer` for each answer of a pair. By default, the answers are the chosen and the rejected answer.
 
     Args:
-        where: where the pair is, for errors.
+        where: location of the pair, for error messages.
         pair: an example; see `preference_batch`.
         reader: the tokenizer of the model, or its processor.
         answers: the names of the fields that hold the answers.

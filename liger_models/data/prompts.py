@@ -77,7 +77,8 @@ class PromptDataset(PackedDataset):
             raise ValueError("PromptDataset: the source must have a length, got a stream. Save it as a file.")
 
     def _load_rows(self, source: Any, cache_dir: str | PathLike[str] | None, progress: bool) -> PackedRows:
-        # There are few prompts, and their records are needed as well, so they are tokenized in memory.
+        # There are few prompts, and their records are kept in memory anyway. The prompts are therefore tokenized in
+        # memory.
         records, media = [], []
         tokens, ends, bounds = array("i"), array("q"), array("q")
         for where, record in itertools.islice(read_records(source, ()), self.encoder.max_samples):
@@ -155,7 +156,7 @@ def encode_prompt(
     """Return the token ids of messages up to the beginning of the answer, and the images and videos in the messages.
 
     Args:
-        where: where the example is, for errors.
+        where: location of the example, for error messages.
         example: an example with ``prompt``, a list of messages. It may have ``tools``, ``chat_template_kwargs`` and
             image columns.
         reader: the tokenizer of the model, or its processor, which also takes images.

@@ -98,7 +98,7 @@ def _kind(path: PurePath) -> str:
 def _is_data(path: PurePath) -> bool:
     """Return whether a file can be read, judging by its name.
 
-    A table must not be compressed with gzip, because table formats compress their content themselves.
+    Parquet and Arrow files must not be compressed with gzip, because these formats compress their content themselves.
     """
     return _kind(path) in (TEXT_SUFFIXES if path.name.lower().endswith(GZIP) else SUFFIXES)
 
@@ -157,7 +157,10 @@ def _format(source: Any) -> Any:
 
 
 def to_plain(value: Any) -> Any:
-    """Convert a tensor or an array to a list, a PIL image to its size and bytes, and anything else to its repr."""
+    """Convert a tensor or an array to a list, a PIL image to a text, and anything else to its repr.
+
+    The text of an image contains its mode, its size and its bytes.
+    """
     if hasattr(value, "getbands"):
         return repr([value.mode, value.size, value.tobytes()])
     return value.tolist() if hasattr(value, "tolist") else repr(value)

@@ -430,7 +430,8 @@ def _join_parts(parts: Path, folder: Path, named: str) -> None:
     if not full:
         raise ValueError(f"PackedDataset: {named} must hold documents, got none. {skipped.why}".rstrip())
 
-    # A single part already is such a folder. Several parts are copied, so that checksums do not depend on the parts.
+    # A single part already has the form of a `TokenFile`. Several parts are copied, so that checksums do not depend on
+    # the division into parts.
     if len(finished) == 1:
         finished[0].rename(folder)
         (folder / PART).unlink()
