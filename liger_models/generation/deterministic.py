@@ -21,11 +21,12 @@ def deterministic_forward(model: Decoder) -> Iterator[None]:
     """Context manager within which a forward gives each row the same bits as a forward of this row alone.
 
     If weights, dtype, device and software versions are the same, the log-probabilities of a forward in this context are
-    bitwise identical to the log-probabilities from ``rollout(..., deterministic=True)``. The log-probabilities may come
-    from a forward with ``return_log_probs=True``, from the losses of `losses.grpo`, or from `fused_linear_logprobs`
-    without the entropy. The result of a row does not depend on the form of the batch: it may be packed or padded,
-    prompts may be computed in chunks, and rows may start and end during decoding (continuous batching). The backward
-    may run outside of the context. The backward always uses the ordinary kernels, so gradients depend on the batch.
+    bitwise identical to the log-probabilities from ``rollout(..., deterministic=True)``. This applies to the
+    log-probabilities of a forward with ``return_log_probs=True``, of the losses in `losses.grpo`, and of
+    `fused_linear_logprobs` without the entropy. The result of a row does not depend on the form of the batch: the batch
+    may be packed or padded, prompts may be computed in chunks, and rows may start and end during decoding (continuous
+    batching). The backward may run outside of the context. The backward always uses the ordinary kernels, so gradients
+    depend on the batch.
 
     Args:
         model: the model that runs in the context. It may have unmerged adapters, and may be sharded by FSDP.

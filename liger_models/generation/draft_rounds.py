@@ -54,14 +54,16 @@ class DraftBlock(Protocol):
         """Return inputs of the head, [B, T, C], from which the head predicts the token two positions after each token.
 
         Args:
-            hidden: [B, T, C], the model's inputs of the head. From the input at a token, the model chose the next
-                token.
+            hidden: [B, T, C], the inputs of the model's head. From the input at a token, the head chose the next token.
             ahead: [B, T, C], for each token, the embedding of the next token.
             layout: layout of the batch, with a cache to which the block appends.
         """
 
     def draft(self, hidden: Tensor, tokens: Tensor, layout: BatchLayout) -> Tensor:
-        """Like `predict` without gradients. ``tokens`` [B, T] int64 are the ids of the next tokens, not embeddings."""
+        """Like `predict`, but without gradients, and with token ids instead of embeddings.
+
+        ``tokens`` [B, T] int64 are the next tokens.
+        """
 
     def modules(self) -> Any:
         """Return all modules of the block."""
@@ -100,8 +102,8 @@ class DraftRound:
         seeded: whether rows have seeds.
         captured: whether to capture the round.
         records_routing: whether to return the chosen experts.
-        deterministic: whether log-probabilities are bitwise identical to the log-probabilities of a forward in
-            `deterministic_forward`.
+        deterministic: whether to compute log-probabilities that are bitwise identical to the log-probabilities of a
+            forward in `deterministic_forward`.
     """
 
     def __init__(
@@ -135,8 +137,8 @@ class DraftRound:
         self._ahead = torch.arange(num_drafts + 1, device=device)
 
         # The scores from which the drafts were drawn, [rows, k, V], and the log-probabilities of the drafts, [rows, k].
-        # The very first drafts are token 0. The random numbers are seeds for the tokens, followed by seeds for the
-        # drafts.
+        # The very first drafts are token 0. The random numbers are used as seeds: first the seeds for the tokens, then
+        # the seeds for the drafts.
         self._proposed: Tensor | None = None
         if sampler.settings.do_sample and not seeded:
             self._proposed = torch.full((rows, num_drafts, vocab_size), -torch.inf, dtype=torch.float32, device=device)
@@ -190,7 +192,7 @@ class DraftRound:
     def _run(self, model: Decoder) -> Round:
         pool, rows, k = self.pool, self.pool.rows, self.num_drafts
 
-        # Verify the drafts: each token of a row is a row of the batch. [rows · (k + 1), 1]
+        # Verify the drafts: each token of a row becomes a row of the batch. [rows · (k + 1), 1]
         positions = pool.speculate(k + 1)
         embeds, layout = model.prepare(self._tokens.view(-1, 1), position_ids=positions, cache=pool)
         out = model.run(embeds, layout, return_logits=False)
@@ -270,7 +272,7 @@ class DraftRound:
 def with_layers_of(block: DraftBlock, cache: DecodeCache, prompt: Any) -> DecodeCache:
     """Return a decode cache with the layers of both the model and the block, filled with the first token of ``prompt``.
 
-    From this cache, `rollout` reads what each layer caches. The model's layers come from ``cache``.
+    `rollout` inspects this cache to find out what each layer caches. The model's layers come from ``cache``.
     """
     model, joined = block.model, DecodeCache(1)
     embeds, layout = model.prepare(torch.tensor([prompt[:1]], device=model.device), cache=joined)

@@ -179,7 +179,7 @@ class DecodeStep:
         self.cache, self.captured, self.model_state = cache, captured, model_state
         self.records_routing, self.returns_hidden = records_routing, returns_hidden
         self.derived = DerivedTensors()
-        """The tensors derived from weights that a captured step reads in addition to the parameters and the cache."""
+        """Tensors derived from weights. A captured step reads them in addition to the parameters and the cache."""
         self.routed_experts: Tensor | None = None
         """The experts that the last step chose, [rows, L, K] int16. The next step may overwrite this tensor."""
         rows, device = cache.rows, cache.lengths.device
@@ -363,7 +363,7 @@ class DecodeStep:
 def borrow_step(model: Decoder, state: ModelState, B: int, tokens: int) -> Iterator[DecodeStep]:
     """Context manager that yields a step for B rows of up to ``tokens`` tokens each.
 
-    The step was kept by an earlier call or, if no kept step is large enough, is new.
+    The step is the smallest kept step that is large enough. If there is no such step, a new one is made.
 
     Args:
         model: the model. The step is kept for later calls if the model is on one GPU and no module is in training

@@ -1,7 +1,7 @@
 """Greedy decoding and sampling, with the argument names and semantics of ``generate`` in transformers.
 
 There are two differences from transformers. Top-k is off by default, whereas transformers keeps the 50 most likely
-tokens. Padding never counts as part of a sequence that must not be repeated.
+tokens. With ``no_repeat_ngram_size``, padding never counts as part of a sequence that must not be repeated.
 """
 
 from collections import deque
@@ -114,9 +114,9 @@ def generate(
         draft = drafted_steps if is_draft_block(settings.draft_model) else speculate
         computed = draft(model, ids, mask, settings, inputs, logprobs=return_logprobs)
 
-    # Under FSDP, a rank that has finished keeps running forwards of one token with a cache until all ranks have
-    # finished. The collectives of these forwards match only if the other ranks also run forwards of tokens with a
-    # cache.
+    # Under FSDP, a rank that has finished runs further forwards of one token with a cache, until all ranks have
+    # finished. The collectives of these forwards match only if the forwards of the other ranks also take tokens and use
+    # a cache.
     alike = settings.draft_model is None and settings.use_cache and not given
     with resharded(model, settings.draft_model), in_lockstep(model) if alike else nullcontext():
         steps = list(computed)

@@ -24,7 +24,7 @@ from liger_models.layers.recompute import has_hooks, is_compiled
 
 VALUES = bool, int, float, str, type(None)
 PLAIN = Tensor, nn.Parameter
-"""Types of tensors that have their own memory. Tensors of subclasses may have none."""
+"""Types of tensors that have their own memory. A tensor of a subclass may have no memory of its own."""
 OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Names of the attributes that `nn.Module` itself gives every module. Most of them are empty containers for hooks."""
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
@@ -33,7 +33,7 @@ _states: WeakKeyDictionary[nn.Module, "ModelState"] = WeakKeyDictionary()
 
 
 def state_of(model: Decoder) -> "ModelState":
-    """Return the state of a model: always the same object, until the result of `describe` changes."""
+    """Return the state of a model. The result is the same object until the result of `describe` changes."""
     modules, state = modules_of(model), _states.get(model)
     if state is None or state.has_changed(modules):
         description = describe(model)

@@ -33,7 +33,7 @@ UNFILTERED: dict[str, Any] = {
     "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": [], "suppress_tokens": [],
     "min_new_tokens": 0, "stop_strings": [],
 }  # fmt: skip
-"""Default values. With them, tokens are drawn from the model's own distribution, and only stop tokens end a row."""
+"""The defaults of these options. They leave the model's distribution unchanged, and only stop tokens end a row."""
 
 READ = {*DRAWING, *UNFILTERED, "do_sample", "eos_token_id", "pad_token_id"}
 """Keys of generation_config.json that are options of this package."""
@@ -304,7 +304,7 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         if idle:
             warnings.warn(f"generate: {idle} has no effect without do_sample=True.", stacklevel=3)
 
-    # The stop tokens, the stop strings, and the padding token. Some checkpoints without a padding token have -1.
+    # The stop tokens, the stop strings, and the padding token. Some checkpoints use -1 if they have no padding token.
     vocab = model.config.vocab_size
     eos = _stop_tokens(option("eos_token_id", getattr(model.config, "eos_token_id", None), []))
     strings, tokenizer = option("stop_strings", []), options.get("tokenizer")
@@ -318,7 +318,7 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         )
     pads = [pad, stored.get("pad_token_id"), getattr(model.config, "pad_token_id", None), *eos]
 
-    # The minimum number of tokens in the checkpoint may exceed the maximum of this call.
+    # Check only the call's minimum. The minimum in the checkpoint may exceed the maximum of this call.
     least, limit = options.get("min_new_tokens"), cast(Any, max_new_tokens)
     if isinstance(least, int) and isinstance(limit, Real) and least > max_new_tokens:
         raise ValueError(f"generate: min_new_tokens must be at most max_new_tokens ({max_new_tokens}), got {least}.")

@@ -3,7 +3,7 @@
 For a short prompt, the host needs more time to launch the kernels one by one than the GPU needs to run them. A graph
 needs only one launch. Prompts are padded on the right to one of a few lengths, so that a graph serves several lengths.
 Since padding comes after all tokens, no token attends to it. The cache does not store padding. Recurrent layers treat
-the padding of a row as a separate document, so the returned states are those after the row's last token. Even for long
+the padding of a row as a separate document, so they return the states after the row's last token. Even for long
 prompts, left padding is moved to the right, so that prompts of different lengths need no attention mask. If there were
 a mask, the host would wait for the GPU, and flex_attention would be compiled again for some lengths.
 """

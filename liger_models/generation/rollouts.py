@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 FREE_SHARE = 0.5
 """Default upper bound for the size of the cache, as a fraction of an accelerator's free memory."""
 CHUNK_SIZE, ROUNDS_PER_READ = 8192, 4
-"""The values that `drafted_steps` uses for ``chunk_size`` and ``steps_per_read``, two arguments of `rollout`."""
+"""`drafted_steps` uses these values for ``chunk_size`` and ``steps_per_read``, two arguments of `rollout`."""
 HOST_BYTES = 2**31
 """Default upper bound for the size of the cache, in bytes, on devices whose free memory is unknown."""
 
@@ -125,7 +125,7 @@ def rollout(
     check_features(model, record_routing=record_routing, deterministic=deterministic)
     rows = _make_rows(tokens, limits, stop_tokens, settings)
 
-    # Run one token to see what the layers cache. This depends on the mode of the model.
+    # Run one token to see what the layers cache. The result may differ between training mode and eval mode.
     derived, draft = DerivedTensors(), settings.draft_model
     modules = list((model if draft is None else draft).modules())
     with derived.used(), batch_invariant(deterministic), evaluating(modules):

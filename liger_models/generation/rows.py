@@ -118,9 +118,9 @@ class Rows:
         return self._all_ended
 
     def read_later(self) -> Callable[[], bool]:
-        """Start to copy to the host whether every row has ended.
+        """Start to copy a flag to the host that says whether every row has ended.
 
-        Returns a function that waits for the copy, and returns whether every row has ended.
+        Returns a function that waits for the copy and returns the flag.
         """
         if self._all_ended is not None or self.ended.device.type not in ACCELERATORS:
             known = self.all_ended()

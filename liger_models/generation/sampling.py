@@ -324,7 +324,7 @@ def _running_sums(share: Tensor, bound: float) -> tuple[Tensor, float]:
     The sums can be compared with the returned ``bound``. If results must be deterministic, both are integers, in units
     of 2⁻⁵³.
     """
-    # On a GPU, only the integer cumsum is deterministic, and float sums depend on the number of rows.
+    # On a GPU, only the cumsum of integers is deterministic. Float sums also depend on the number of rows.
     if torch.are_deterministic_algorithms_enabled() or is_batch_invariant():
         return (share.double() * 2**53).long().cumsum(1), int(bound * 2**53)
     return share.cumsum(1), bound

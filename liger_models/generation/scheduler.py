@@ -63,8 +63,8 @@ class Scheduler:
         chunk_size: maximum number of tokens in a prefill.
         steps_per_read: number of steps after which the host reads the new tokens.
         record_routing: whether to record the experts of each token.
-        deterministic: whether log-probabilities are bitwise identical to the log-probabilities of a forward in
-            `deterministic_forward`.
+        deterministic: whether to compute log-probabilities that are bitwise identical to the log-probabilities of a
+            forward in `deterministic_forward`.
         draft: the block that drafts tokens; see `DraftRound`. Rounds with drafts then take the place of steps. The
             settings contain the number of drafts.
     """
@@ -100,7 +100,7 @@ class Scheduler:
         self.running: list[Row] = []
         self.completions: list[Completion | None] = [None] * len(rows)
 
-        # The sampler is created without seeds and prompts, because `_run_steps` sets the seeds.
+        # The sampler needs no prompts, and `_run_steps` sets its seeds.
         nothing = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         self.is_seeded = settings.seed is not None
         self.sampler = Sampler(replace(settings, seed=None), nothing, model.config.vocab_size)
@@ -205,9 +205,10 @@ class Scheduler:
             self._copy_prompts()
 
     def _choose_chunk(self, rows: list[Row]) -> list[tuple[Row, int]]:
-        """Return the rows of the next forward, as pairs (row, end): the forward runs the row's tokens before ``end``.
+        """Return the rows of the next forward as pairs (row, end).
 
-        The result contains either several rows with whole prompts, or one row with a chunk of its prompt.
+        The forward runs the tokens of ``row`` before ``end``. The result contains either several rows with whole
+        prompts, or one row with a chunk of its prompt.
         """
         chunk: list[tuple[Row, int]] = []
         room = self.chunk_size
@@ -226,8 +227,8 @@ class Scheduler:
     def _fill(self, chunk: list[tuple[Row, int]]) -> None:
         """Run a forward of the rows in ``chunk``.
 
-        Of each row, the forward runs the tokens from the first uncached token up to, but not including, the position
-        that ``chunk`` gives for this row.
+        For each row, the forward runs the tokens from the first uncached token up to, but not including, the position
+        that ``chunk`` gives for the row.
         """
         ids = [row.tokens[row.cached : end] for row, end in chunk]
         options: dict[str, Any] = {}

@@ -224,7 +224,8 @@ def speculate(
         # Accept the model's tokens as long as they equal the proposals in all rows, plus the next token of the model.
         for index in range(count + 1):
             step = rows.step(checked[:, index])
-            # Rows that have ended accept every proposal. Both results are read together, so the host waits only once.
+            # Rows that have ended accept every proposal. Both flags are copied to the host together, so the host waits
+            # only once.
             agree = step.ended if index == count else (step.tokens == proposed[:, index]) | step.ended
             answers = torch.stack([agree.all(), step.ended.all()])
             yield step
