@@ -164,8 +164,8 @@ def embed(model: CausalLM, batch: Batch, settings: EmbedderSettings, dimensions:
     if dimensions is not None and not 1 <= dimensions <= C:
         raise ValueError(f"embed: dimensions must be 1 to the model's hidden_size ({C}), got {dimensions}.")
     ids, bounds = batch["input_ids"], batch["cu_seqlens"]
-    # The pooling runs inside the head's forward, because FSDP's forward ends with the head's forward. The head's
-    # product is not computed.
+    # The pooling runs inside the forward of the head, because FSDP's forward ends with the head. The product of the
+    # head is not computed.
     pooled: Tensor = model(
         ids,
         cu_seqlens=bounds,

@@ -152,7 +152,7 @@ def encode_prompts(
     """Return the token ids of the prompt for each pair of a query and a document, [n] int32.
 
     Args:
-        tokenizer: the tokenizer of the model. It does not add special tokens.
+        tokenizer: the tokenizer of the model. No special tokens are added.
         settings: the prompt.
         pairs: pairs of a query and a document.
         max_length: maximum number of tokens in a prompt. Longer prompts are cut at the end of the document. None for no

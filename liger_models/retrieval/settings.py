@@ -25,7 +25,7 @@ FILES = (MODULES, CONFIG, TRANSFORMER, "*_*/config.json")
 """Names of the files, and a pattern for the configs of modules."""
 
 _POOLING_KEYS = {"lasttoken": "lasttoken", "mean": "mean_tokens", "cls": "cls_token"}
-"""Maps each pooling to its key in a pooling module's config, where the key has the prefix ``pooling_mode_``.
+"""Maps each pooling to its key in a pooling module's config. In the config, the key has the prefix ``pooling_mode_``.
 """
 _OTHER_POOLING_KEYS = ("max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens")
 

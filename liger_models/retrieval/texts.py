@@ -14,7 +14,10 @@ from liger_models.text.tokenizer import Tokenizer
 POOLINGS = ("lasttoken", "mean", "cls")
 """Ways to reduce the hidden states of a text to one vector, with the names that sentence-transformers uses."""
 ROW = 512
-"""Minimum number of tokens in a packed row. Attention is fastest if a row packs at most a few dozen texts."""
+"""Number of tokens in a packed row, unless a text is longer or all texts together are shorter.
+
+Attention is fastest if a row packs at most a few dozen texts.
+"""
 GROUP = 256
 """Number of texts that are tokenized together."""
 MULTIPLE = 64
