@@ -109,8 +109,8 @@ def render_examples(
     Args:
         style: the template and its variables.
         messages: dicts with ``role`` and ``content``.
-        learned: for each message, whether it is an answer to learn; by default, all messages of the assistant are
-            answers to learn.
+        learned: for each message, whether it is an answer to learn. By default, all messages of the assistant are
+            learned.
         multi_turn: one of `MULTI_TURN`.
 
     Raises:
@@ -143,7 +143,7 @@ def answer_mask(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 
     Args:
         offsets: each token's span of characters, from ``Encoding.offsets`` of the tokenizers library.
-        spans: each answer's span of characters, from `Tokenizer.render_answers`.
+        spans: the spans of characters that the assistant writes, from `Tokenizer.render_answers`.
     """
     starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
     mask = [False] * len(offsets)
@@ -181,7 +181,10 @@ def _spellings(messages: Messages) -> Iterator[list[dict[str, Any]]]:
 def _in_best_spelling(
     messages: Messages, examples: Callable[[Sequence[dict[str, Any]]], list[Rendering]]
 ) -> list[Rendering]:
-    """Try each form that `_spellings` yields, and return the examples of the form that loses the fewest fields."""
+    """Try each form that `_spellings` yields, and return the examples of the best form.
+
+    The best form is the form for which the template leaves out the fewest fields.
+    """
     refusal: ValueError | None = None
     best: tuple[int, list[Rendering]] | None = None
     for spelling in _spellings(messages):
@@ -212,7 +215,10 @@ def _call_as_text(call: Any) -> Any:
 def _examples(
     style: Style, messages: Sequence[dict[str, Any]], needed: Sequence[int], multi_turn: str
 ) -> list[Rendering]:
-    """Return the examples of ``messages``, which are in one of the forms of `_spellings`, ordered by their answers."""
+    """Return the examples of a conversation in the order of their answers.
+
+    ``messages`` have one of the forms of `_spellings`.
+    """
     conversation = _Conversation(style, messages)
     if multi_turn != "split":
         return [conversation.example({index: conversation.answer(index) for index in needed})]
@@ -262,7 +268,7 @@ class _Marks:
             if field in message:
                 place = (index, "reasoning_content" if field in THOUGHTS else field)
                 marked[field] = self._value(place, message[field])
-        # A message without any text also gets a mark, because the messages next to it begin and end there.
+        # A message without text also gets a mark, which separates the messages before and after it.
         content, place = message.get("content"), (index, "content")
         is_blank = isinstance(content, str) and not content.strip() and not message.keys() & _INSTEAD
         if is_blank and self._placing.get(place, _AROUND) != _NOWHERE:
@@ -299,7 +305,7 @@ class _Marks:
         if isinstance(value, list | tuple):
             return [self._value(place, item) for item in value]
         if isinstance(value, Mapping):
-            # From a part of a content, templates write only the text. From arguments, they write all values.
+            # Templates write only the text of a content part, but all values of arguments.
             names = ("text",) if place[1] == "content" and "type" in value else tuple(value)
             return {key: self._value(place, item) if key in names else item for key, item in value.items()}
         return value
@@ -354,7 +360,7 @@ class _Conversation:
 
     Args:
         style: the template and its variables.
-        messages: the messages in one form.
+        messages: the messages, in one of the forms of `_spellings`.
         add_generation_prompt: whether to end the text with the beginning of an answer.
 
     Attributes:
@@ -490,8 +496,8 @@ class _Conversation:
         if own:
             return spans
 
-        # The template writes nothing of the answer, for example because it is empty. The position of the answer is
-        # between the messages next to it.
+        # The template writes nothing of the answer, for example because it is empty. The answer's position is between
+        # the messages before and after it.
         earlier = [group for group in groups if group.owner < index]
         before = earlier[-1] if earlier else None
         lower = before.end if before else 0
@@ -530,7 +536,8 @@ class _Conversation:
         if _GENERATION.search(self.style.template):
             return Rendering(self.text, self._marked_answers(spans), unrendered)
 
-        # The last answer lacks the token that ends it if the template writes this token before the next message.
+        # Some templates write the token that ends an answer only before the next message. The last answer then lacks
+        # this token.
         learned = sorted(itertools.chain.from_iterable(spans.values()))
         last = len(self.messages) - 1
         text = self.text
@@ -588,7 +595,7 @@ class _Conversation:
         If the text contains a beginning of the usual prompt, the header ends after the longest such beginning.
         Otherwise, the header is the text that the template writes before any answer at this position.
         """
-        # The usual prompt is what the template adds after a question if it is asked for a generation prompt.
+        # The usual prompt is the generation prompt that the template adds after a question.
         question = [{"role": "user", "content": f"1{_mark(0)}"}]
         whole, plain = ((self._render(question, prompts) or "").rpartition(_mark(0))[2] for prompts in (True, False))
         prompt = whole[self._common(whole, plain) :]
@@ -597,7 +604,7 @@ class _Conversation:
             if end and prompt[:end] in before:
                 return before.rindex(prompt[:end]) + end
 
-        # The text has no prompt. Compare it with an answer of one word at the same position.
+        # The text has no prompt. Compare it with the rendering of a one-word answer at the same position.
         own = _mark(len(self._marks.places))
         text = self._render([*self._marks.messages[:index], {"role": "assistant", "content": f"{own}1"}]) or ""
         text = text.partition(own)[0]
@@ -628,7 +635,7 @@ class _Conversation:
             inner: whether more of the answer follows.
             skip: number of characters between this mark and ``after``.
         """
-        # Compare with the text that ends with this answer. What both texts have in common belongs to the answer.
+        # Compare with the text that ends with this answer. The common beginning of both texts belongs to the answer.
         prefix = self._prefix(index + 1)
         own = prefix or ""
         if number is not None:
@@ -641,7 +648,7 @@ class _Conversation:
             has_prompt = after[ends[-1] : common].strip() or (len(ends) > 1 and self._always_prompts())
             return ends[0] if has_prompt else ends[-1]
 
-        # If the template writes no token that ends the turn, the first token of the next message does.
+        # If the template writes no token that ends the turn, the first token of the next message ends it.
         following = self._special.search(after, common) or re.compile(r"\s*\S+").match(after, common)
         return following.end() if following else common
 

@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 SECONDS = 10.0
-"""Maximum time that a thread may compute for one conversation."""
+"""Maximum CPU time of a thread for one conversation, in seconds."""
 WORK = 100_000_000
 """Maximum work that a template may do for one conversation. Each character of any text that it creates counts as 1,
 each element of a list counts as 8, and each loop iteration, call, filter, operator or output counts as `STEP`."""
@@ -49,7 +49,7 @@ class _Budget(threading.local):
     check_below = 0
     """The time is checked when the remaining work falls to this number."""
     end: float | None = None
-    """The thread's time at which rendering must be done; None before the first check."""
+    """The CPU time of the thread at which rendering must be done; None before the first check."""
 
 
 _budget = _Budget()
@@ -268,7 +268,7 @@ def _filter(name: str, value: nodes.Expr) -> nodes.Expr:
 
 
 def _counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    # To functions that are marked accordingly, jinja2 passes the environment or the context as the first argument.
+    # jinja2 passes the environment or the context as the first argument to functions that are marked for this.
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)

@@ -48,7 +48,7 @@ def render(
 
 
 def without_nulls(message: Any) -> Any:
-    """As transformers does, return a message without the keys whose value is None. Templates would write "None"."""
+    """Return a message without keys whose value is None, as transformers does. Templates would write them as "None"."""
     if not isinstance(message, Mapping):
         return message
     return {key: value for key, value in message.items() if value is not None}

@@ -114,8 +114,8 @@ class Tokenizer:
         padding_side: the default padding side of calls, "left" (for generation) or "right" (for training).
     """
 
-    # Assigning any other attribute, such as an attribute of another library's tokenizers, is an error: nothing reads
-    # it.
+    # Assigning any other attribute, such as an attribute of another library's tokenizers, is an error, because nothing
+    # would read this attribute.
     __slots__ = (
         "__weakref__", "_as_read", "_clean_up", "_files", "_special", "backend", "chat_template", "padding_side",
         "special_tokens",
@@ -125,15 +125,15 @@ class Tokenizer:
         config = config or {}
         self.backend = backend
 
-        # A tokenizer.json that enables truncation or padding would change every text, but this is the caller's
-        # choice.
+        # A tokenizer.json may enable truncation and padding. Disable both, because the caller of the tokenizer decides
+        # about them.
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens = {name: _text(name, config[name]) for name in SPECIAL_TOKENS if config.get(name)}
         self.padding_side = "left"
 
         _add_tokens(backend, config, self.special_tokens)
-        # The clean-up is meant for WordPiece. Like transformers, ignore it for BPE.
+        # The clean-up of spaces is meant for WordPiece. Like transformers, ignore it for BPE.
         self._clean_up = bool(config.get("clean_up_tokenization_spaces")) and type(backend.model).__name__ != "BPE"
 
         # Read one template, or a list of named templates.
@@ -461,7 +461,7 @@ class Tokenizer:
         """Return rows of ids as ``input_ids`` and ``attention_mask`` [B, T], padded to the longest row."""
         length = max(map(len, rows), default=0)
         input_ids = torch.full((len(rows), length), self.padding_id, device="cpu")  # [B, T]
-        # All rows that are padded on the left continue at the same column.
+        # If rows are padded on the left, all of them end at the same column.
         attention_mask = torch.zeros_like(input_ids)
         for index, row in enumerate(rows):
             columns = slice(length - len(row), length) if padding_side == "left" else slice(len(row))
@@ -637,7 +637,7 @@ class Tokenizer:
 
         Args:
             messages, tools, chat_template, **variables: as for `apply_chat_template`, for one conversation.
-            learned: for each message, whether it is an answer to find; by default, all messages of the assistant are
+            learned: for each message, whether it is an answer to find. By default, all messages of the assistant are
                 answers to find.
 
         Returns:
@@ -667,9 +667,9 @@ class Tokenizer:
             messages, tools, learned, **variables: as for `render_answers`.
             multi_turn: which answers each example has. "all" makes one example with all answers, as the template
                 renders the whole conversation. "last" makes one example with the last answer. "split" makes one example
-                with all answers that the rendered conversation shows as they were generated. If the template changes
-                earlier answers, for example by removing their reasoning, further examples end with these answers and
-                show them as they were generated.
+                with all answers that the rendered conversation shows as they were generated. If the template changes an
+                earlier answer, for example by removing its reasoning, a further example ends with this answer and shows
+                it as it was generated.
 
         Returns:
             The examples in the order of their answers. Each example lists the fields of messages that its text does not
@@ -730,7 +730,7 @@ class Tokenizer:
         templates = named.values() if isinstance(named, dict) else [named or ""]
         names = set().union(*map(variables_of, templates))
         unknown = sorted(variables.keys() - names) if named else []
-        # Arguments of transformers, except `max_length`, are accepted if they request what happens anyway.
+        # Arguments of transformers, except `max_length`, are accepted if they request the behavior that occurs anyway.
         foreign = {name: variables[name] for name in unknown if name in FOREIGN and name != "max_length"}
         translate("apply_chat_template", foreign, ())
         variables = {name: value for name, value in variables.items() if name not in foreign}
