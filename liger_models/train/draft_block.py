@@ -17,8 +17,9 @@ from liger_models.train.objectives import INPUTS
 from liger_models.train.report import say
 
 MEASURED_BATCHES, MEASURED_SAMPLES = 8, 512
-"""The number of batches on which drafts are compared with the model's own predictions, and a number of training
-samples. If there is no evaluation data, the batches are taken from this many first training samples.
+"""The number of batches on which drafts are compared, and the number of training samples for these batches.
+
+Drafts are compared with the model's own predictions. Training samples are used if there is no evaluation data.
 """
 
 
@@ -65,8 +66,9 @@ class DraftAcceptance:
     def measure(self) -> float | None:
         """Return the share of drafts that the model accepts. Every rank must call this method.
 
-        Only rank 0 has the block's kept tensors, so the result is None on all other ranks. If `LigerMTP` does not
-        support the model or the tensors of the block, rank 0 prints the reason and also returns None.
+        Only rank 0 holds the block's tensors from the checkpoint, so the result is None on all other ranks. If
+        `LigerMTP` does not support the model or the tensors of the block, rank 0 prints the reason and also returns
+        None.
         """
         counts = torch.zeros(2, dtype=torch.int64, device=self._model.device)
         with unsharded(self._model) as model:

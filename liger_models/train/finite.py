@@ -58,7 +58,7 @@ class FiniteChecks:
         finite = loss.isfinite()
         if norm is not None:
             self._quantity, finite = "norm of the gradients", norm.to(loss.device).isfinite()
-        # With a scale of 1 or more, the scaler skips the step and lowers the scale.
+        # If the gradients overflow with a scale of 1 or more, the scaler skips the step and lowers the scale.
         if self._scaler.is_enabled():
             finite = finite | (self._scaler.scale(torch.ones_like(loss)) >= 1)
         self._first = torch.where(finite, self._first, self._first.clamp(max=step))

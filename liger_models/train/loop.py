@@ -127,7 +127,7 @@ def run(
 ) -> Stop:
     """Run `train` in a prepared folder and process group, and return the `Stop` that received the run's signals.
 
-    If an error occurs, ``cleanup`` ends the line on which the progress bar is printed.
+    ``cleanup`` closes the progress bar, even after an error, so that further output begins on a new line.
     """
     # Check packages, memory budget, mesh and seed first, so that errors appear before a large model is loaded.
     for name in options.report_to:
@@ -380,7 +380,7 @@ def make_datasets(
 
 
 def packing_of(options: TrainOptions, data_rank: int, data_ranks: int) -> dict[str, Any]:
-    """Return those arguments of `PackedDataset` that training data and evaluation data share."""
+    """Return the arguments of `PackedDataset` that are the same for training data and evaluation data."""
     return {
         "length": options.length, "overflow": options.overflow, "field": options.field, "format": options.format,
         "broken_media": options.broken_media, "multi_turn": options.multi_turn,
@@ -477,7 +477,8 @@ class Updates:
         self._in_backward = plan is not None and plan.in_backward
         self.optimizer = make_optimizer(model, options, plan)
         check_groups(model, self.optimizer)
-        # The optimizer's groups with the current options, because a loaded state overwrites the options in the groups.
+        # Remember the current options of the optimizer's groups, because loading a state overwrites the options in the
+        # groups.
         self._groups = [{name: group[name] for name in ("lr", "weight_decay")} for group in self.optimizer.param_groups]
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: self._share(step))
         self.scaler = torch.amp.GradScaler(model.device.type, enabled=dtype == torch.float16)

@@ -32,9 +32,9 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
 
     The count includes matrix products and all kinds of attention. In the forward, each element of a weight counts as 2
     operations per token. In the backward, each element counts as 2 operations per token for the gradient of the weight,
-    if the weight is trained, and as 2 for the gradient of the input, if anything before the layer is trained. The count
-    includes neither recomputation nor vision towers. Experts count only for the tokens that are routed to them, and the
-    head counts only for tokens with a target.
+    if the weight is trained. It counts as 2 more operations for the gradient of the input, if anything before the layer
+    is trained. The count includes neither recomputation nor vision towers. Experts count only for the tokens that are
+    routed to them, and the head counts only for tokens with a target.
 
     Args:
         model: the model, sharded or not. If ranks share a batch (`apply_tp`, `apply_cp`), each of them is assumed to
@@ -51,7 +51,7 @@ def flops(model: Decoder, batches: Sequence[Batch]) -> float:
     lengths, before_lengths = (torch.cat(parts).double() for parts in zip(*map(_lengths, batches), strict=True))
 
     # `rows` maps each module to the number of rows in its matrix products. The other dicts map each layer to its
-    # attention, to the operations of its other parts, and to its share of active weights.
+    # attention, to the operations per token of its other parts, and to its share of active weights.
     rows = dict.fromkeys(model.layers.modules(), tokens) | dict.fromkeys(model.lm_head.modules(), targets)
     attention: dict[nn.Module, AttentionSpec | None] = {layer: layer.attention for layer in layers_of(model.layers)}
     token_work: dict[nn.Module, float] = {layer: layer.token_flops for layer in layers_of(model.layers)}
@@ -129,7 +129,7 @@ class Log:
         # Remove the lines for steps that run again, and append new lines to the file.
         if self.first:
             folder.mkdir(parents=True, exist_ok=True)
-            # A run that begins anew also writes its line for step 0 again.
+            # A run that starts from the beginning also writes its line for step 0 again.
             lines = self.file.read_bytes().splitlines(keepends=True) if start and self.file.is_file() else []
             temporary = self.file.with_suffix(".tmp")
             with reporting(self.file):
@@ -151,7 +151,7 @@ class Log:
         self.operations += operations
 
     def rates(self) -> dict[str, float]:
-        """Return tokens/s on all ranks, and this rank's MFU and peak GiB, since `restart`. Then call `restart`."""
+        """Return tokens/s on all ranks, and this rank's MFU and peak GiB, since the last `restart`. Then restart."""
         # If no step has run since `restart`, as after an evaluation, there are no rates.
         if not self.tokens:
             return {}

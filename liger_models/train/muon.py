@@ -101,8 +101,8 @@ class LigerMuon(LigerAdamW):
                 "LigerMuon: state_dtype must be a floating-point dtype, got torch.int8. Use LigerAdamW for 8 bits."
             )
 
-        # Split the trained parameters into parameters that consist of matrices, and all others. For the former, find
-        # the rows of each matrix in its parameter.
+        # Split the trained parameters into parameters that consist of matrices, and all others. In each parameter that
+        # consists of matrices, find the rows of each matrix.
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         matrices = {name: weight for name, weight in model.hidden_matrices().items() if weight.requires_grad}
         if len(matrices) == 0:
@@ -201,7 +201,7 @@ class LigerMuon(LigerAdamW):
                 generator = torch.Generator(weight.device).manual_seed(key)
             write_rounded(weight, new, generator)
 
-        # Autograd must notice that wrappers of DTensors have changed with their local tensors.
+        # Tell autograd that the DTensors have changed, because only their local tensors were written.
         self._shared.run(active, read, self._orthogonal, write)
         torch.autograd.graph.increment_version([matrices[number] for number in active if is_sharded(matrices[number])])
 

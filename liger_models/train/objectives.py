@@ -264,7 +264,7 @@ class Compared(Objective):
         tokens = LabeledTokens(batch["labels"])
         log_probs = self.reference(model, _log_probs(batch)) if self.needs_reference else None
 
-        # The loss runs inside the head, where FSDP has gathered its weight.
+        # The loss runs inside the forward of the head, for which FSDP gathers the head's weight.
         def loss_function(x: Tensor, weight: Tensor, target: Tensor) -> Any:
             x, target, reference = tokens.select(x, target, log_probs)
             options = {"ref_log_probs": reference} if self.needs_reference else {}
@@ -430,8 +430,8 @@ class DistillObjective(Objective):
             hidden, head = self.teacher(**batch, loss_function=head_inputs).loss
 
         def compare(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Any, Tensor]:
-            # The dtypes may differ: on one GPU, quantized weights are not sharded, and adapters then compute in
-            # float32. The teacher does not.
+            # The dtypes of student and teacher may differ. On one GPU, a student with quantized weights is not sharded,
+            # and its adapters then compute in float32. The teacher computes in the dtype of the run.
             x, target = tokens.select(x, target)
             return self.function(x, weight, hidden.to(x.dtype), head.to(x.dtype), target), (target != -100).sum()
 
@@ -474,6 +474,6 @@ def mean_metrics(total: Mapping[str, Tensor], prefix: str = "") -> dict[str, flo
 
 
 def pair(total: Tensor, number: Tensor | float) -> Tensor:
-    """Return an entry of `Metrics`: a tensor [2] with a sum and its number of summands. The host does not wait."""
+    """Return an entry of `Metrics`, [2]: a sum and its number of summands. Does not wait for the device."""
     total = total.detach().float()
     return torch.stack([total, number.float() if isinstance(number, Tensor) else torch.full_like(total, number)])

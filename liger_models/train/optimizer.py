@@ -283,7 +283,7 @@ class LigerAdamW(torch.optim.Optimizer):
             update = Update(local(param), local(grad), first, second, hyper, stream, code_scales)
             steps.append(state["step"])
 
-            # Staged moments are updated in a launch of their own, so that the buffer is free for the next moments.
+            # Staged moments are updated in a separate launch, so that the buffer is free for the next moments.
             if staging and visit:
                 run([update])
                 staging.give(param, visit, self.state)
@@ -293,7 +293,7 @@ class LigerAdamW(torch.optim.Optimizer):
             run(updates)
         # Increment the step counts, and tell autograd that DTensors have changed.
         if steps:
-            # Passing a number would create a tensor for each step.
+            # Passing a number instead of a tensor would create a new tensor for each step count.
             torch._foreach_add_(steps, torch.tensor(1.0, device="cpu"), alpha=1.0)
             torch.autograd.graph.increment_version(wrappers)
 

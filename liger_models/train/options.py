@@ -79,7 +79,7 @@ def _fault(options: Any, field: dataclasses.Field[Any]) -> str | None:
     if value is None or value == []:
         return None
 
-    # Numbers. A comparison with NaN is False, so NaN is out of every bound.
+    # Numbers. A comparison with NaN is False, so NaN violates every bound.
     at_least, more_than = checks.get("at_least"), checks.get("more_than")
     if at_least is not None and not value >= at_least:
         return f"must be at least {at_least}, got {value}."
@@ -164,7 +164,7 @@ def read_options(
         for argument in unparsed:
             if argument.startswith("--"):
                 raise ValueError(_unknown(cls, argument.partition("=")[0], [_flag(name) for name in types]))
-        unnamed = [*values.pop("config"), *unparsed]  # argparse leaves over what follows an option
+        unnamed = [*values.pop("config"), *unparsed]  # argparse does not parse unnamed arguments after an option
         return options_from(cls, _unnamed_options(cls, unnamed, positionals, values) | values)
     except (OSError, ValueError) as error:
         parser.error(printable(str(error)))
@@ -270,8 +270,8 @@ def _unknown(cls: type, name: str, names: Sequence[str]) -> str:
     for option in names:
         if name.lstrip("-").replace("-", "_").lower() in OF_TRAINERS.get(option.lstrip("-").replace("-", "_"), ()):
             return f"{cls.__name__}: an option must be known, got {name}. Did you mean {option}?"
-    # Look for a close spelling first, then for the words in help texts, then for any similar spelling. Else list
-    # all names.
+    # Look for a close spelling first, then for the words in help texts, then for any similar spelling. If there is
+    # none, list all names.
     words = re.findall("[a-z]+", name.lower())
     helps = {option: field.metadata["help"].lower() for option, field in zip(names, _fields(cls), strict=True)}
     near = difflib.get_close_matches(name, names, 1, cutoff=0.8)

@@ -21,7 +21,7 @@ METHODS = {"full": "all weights", "lora": "LoRA", "4bit": "LoRA on 4-bit weights
 LENGTHS = (4096, 2048, 1024)
 """Possible numbers of tokens per row, starting with the preferred number."""
 STEP_TOKENS, MOST_TOKENS, ENOUGH_TOKENS = 65536, 16384, 4096
-"""Tokens per optimizer step, maximum tokens per batch, and the batch size in tokens above which speed hardly grows."""
+"""Tokens per optimizer step, maximum tokens per batch, and tokens per batch beyond which the speed hardly increases."""
 RANK = 16
 """Rank of the adapters."""
 
@@ -151,7 +151,8 @@ class Planner:
         dtypes = [torch.float32] * (method == "full") + [torch.bfloat16]
         for dtype in dtypes:
             for length in lengths:
-                # Without accumulation (0 tokens per step), gradients and activations do not exist at the same time.
+                # Without accumulation (0 tokens per step), a step needs less memory, because gradients and activations
+                # do not exist at the same time.
                 for step_tokens in (STEP_TOKENS, 0) if dtype == torch.bfloat16 else (STEP_TOKENS,):
                     recipe = self._fit(memory, method, dtype, length, step_tokens)
                     if recipe is not None:

@@ -283,7 +283,7 @@ def _default(card: Mapping[str, Any]) -> str | None:
 
 
 def _of_card(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, Splits]:
-    """Map each configuration in a data set's card to those of its splits that have files."""
+    """Map each configuration in a data set's card to its splits, without splits that have no files."""
     found: dict[str, Splits] = {}
     for config in _configs(card):
         content = config.get("data_files")

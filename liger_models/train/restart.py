@@ -32,7 +32,7 @@ ATTEMPT = "LIGER_MODELS_ATTEMPT"
 def new_store() -> dict[str, Any]:
     """Return arguments of ``init_process_group`` for a restarted process; an empty dict for other processes.
 
-    torchrun's store keeps its keys when processes are restarted, so the keys of each restart get a prefix of their own.
+    torchrun's store keeps its keys when processes are restarted, so the keys of each restart get a separate prefix.
     """
     if ATTEMPT not in os.environ:
         return {}

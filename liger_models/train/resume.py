@@ -17,7 +17,7 @@ OPTIONS = "options.json"
 COMPARED_BY_WEIGHTS = ("ref_model", "teacher")
 """Options that name models. On resuming, the weights of these models are compared instead of the names."""
 UNREPORTED = ("model", "data", "eval_data", "output", "log_every", "eval_every", "save_every", "keep", "report_to")
-"""Options whose changes are not reported: options of the log, and paths. Of paths, the contents are compared."""
+"""Options whose changes are not reported: options of the log, and paths, whose contents are compared instead."""
 
 
 def fixed_settings(options: TrainOptions, objective: Objective) -> dict[str, Any]:

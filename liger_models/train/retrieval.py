@@ -241,7 +241,8 @@ class EmbedObjective(RetrievalObjective):
 class RerankObjective(RetrievalObjective):
     """Trains a reranker.
 
-    The score of a document is the probability of "yes" after a prompt with the query and the document.
+    The score of a document is the logit of "yes" minus the logit of "no" after a prompt with the query and the
+    document.
     """
 
     def __init__(self, options: Any, **settings: Any) -> None:

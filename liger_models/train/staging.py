@@ -112,8 +112,8 @@ class Staging:
 
     def _fetch(self, param: Tensor, host: list[Tensor]) -> Visit | None:
         """Queue copies of moments from the host to the GPU. If the ring buffer has no room for them, return None."""
-        # Take the next bytes of the ring buffer, or start again at its first byte, unless these bytes hold moments
-        # still to be used.
+        # Take the next bytes of the ring buffer. If they do not suffice, start again at the first byte. If the chosen
+        # bytes hold prefetched moments that are still to be used, return None.
         buffers, end = [], self._at
         if end + sum(aligned(moment.nbytes) for moment in host) > len(self._buffer):
             end = 0

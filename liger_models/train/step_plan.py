@@ -40,7 +40,7 @@ The first bound for which a plan exists is used.
 
 
 class StepPlan:
-    """The plan of a run's steps.
+    """The memory plan of a run: what the steps recompute and offload.
 
     If ``options.memory`` is set, the plan is the fastest plan within this budget. If ``options.checkpointing`` is set,
     all blocks use this checkpointing policy. If neither is set, the plan is the fastest plan that fits into the free

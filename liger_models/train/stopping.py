@@ -98,7 +98,7 @@ class Stop:
         if self._group is not None:
             stopped = self.signal
             self._read()
-            self.signal = stopped  # a signal that came too late for `check`
+            self.signal = stopped  # ignore a signal that came too late for `check`
             dist.destroy_process_group(self._group)
 
     def leave(self) -> None:

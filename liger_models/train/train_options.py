@@ -233,7 +233,8 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
             )
 
     def _check_weights(self) -> None:
-        # Weights can have only one format, and Muon trains only weights that are not quantized.
+        # Weights can have only one format. Muon supports neither adapters nor 8-bit moments. The multi-token prediction
+        # block can be trained neither with adapters nor with Muon.
         stored = [name for name in STORED if getattr(self, name)]
         if len(stored) >= 2:
             raise ValueError(

@@ -10,7 +10,7 @@ from liger_models.layers.compile_ahead import Kernels, Launch, compile_all, neve
 
 
 def warm_up(model: nn.Module, **batch: Any) -> int:
-    """Compile those kernels of this package that ``model(**batch)`` and its backward launch.
+    """Compile the kernels of this package that ``model(**batch)`` and its backward launch.
 
     For most models, the first training step compiles these kernels by itself in the same way
     (`layers/compile_ahead.py`). Only distributed, quantized and compiled models, and models with hooks, need `warm_up`.
