@@ -84,6 +84,7 @@ def even(answer: Any) -> float:
 def our_steps(model: Any, vocabulary: int, rows: int, length: int, new: int) -> Iterator[Times]:
     """Run steps with this package, and yield the times of each step."""
     from liger_models import LigerFusedLinearGRPOLoss
+    from liger_models.common.device import on_device
     from liger_models.data import pack_answers
 
     grpo = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False)
@@ -110,9 +111,10 @@ def our_steps(model: Any, vocabulary: int, rows: int, length: int, new: int) -> 
             )
             old = pad_sequence([answer.log_probs for answer in answers[part]], batch_first=True)
             old = pad(old, (0, tokens.shape[1] - old.shape[1]))
-            given = (tensor.to(model.device) for tensor in (tokens, old, advantages[part]))
-            batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
-            train_on(model, grpo, batch, *given, share=MICRO_BATCH / rows)
+            given = (on_device(tensor, model.device) for tensor in (tokens, old, advantages[part]))
+            # The model reads the bounds and the parents of documents on the host.
+            moved = {name: on_device(batch[name], model.device) for name in ("input_ids", "labels")}
+            train_on(model, grpo, batch | moved, *given, share=MICRO_BATCH / rows)
         optimizer.step()
         optimizer.zero_grad()
         yield sampled - begun, now() - sampled
@@ -129,7 +131,7 @@ def train_on(
         old: [answers, n] fp32, log-probabilities of the answers' tokens under the sampling policy.
         advantages: [answers].
     """
-    from liger_models.layers.lm_head import select_tokens
+    from liger_models.layers import select_tokens
 
     def loss_function(x: Tensor, weight: Tensor, target: Tensor) -> Any:
         x, target = select_tokens(x, target, tokens)

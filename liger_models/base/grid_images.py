@@ -117,6 +117,7 @@ class GridImageModel(VisionLanguageModel):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        parents: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         cache: DecodeCache | None = None,
     ) -> tuple[Tensor, BatchLayout]:
@@ -128,6 +129,7 @@ class GridImageModel(VisionLanguageModel):
         images = _pair("pixel_values", pixel_values, "image_grid_thw", image_grid_thw)
         videos = _pair("pixel_values_videos", pixel_values_videos, "video_grid_thw", video_grid_thw)
         masks: dict[str, Any] = {"attention_mask": attention_mask, "cu_seqlens": cu_seqlens, "cache": cache}
+        masks["parents"] = parents
         if input_ids is None or inputs_embeds is not None:
             if images is not None or videos is not None:
                 raise ValueError("forward: pixels need input_ids, which say where the images are.")

@@ -40,6 +40,13 @@ def as_tensor(values: Any, dtype: torch.dtype | None = None) -> Tensor:
     return values.to(dtype=dtype) if isinstance(values, Tensor) else torch.as_tensor(values, dtype=dtype, device="cpu")
 
 
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device. The host does not wait for a copy from its own memory."""
+    if tensor.device.type == "cpu" and device.type == "cuda" and not torch.compiler.is_compiling():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def empty_on(device: Any, tensor: Tensor) -> Tensor:
     """Return an uninitialized tensor on ``device`` with the shape and dtype of ``tensor``.
 

@@ -16,6 +16,7 @@ from liger_models.layers.latent_attention import LigerLatentAttention as LigerLa
 from liger_models.layers.layer import AttentionSpec as AttentionSpec
 from liger_models.layers.layer import Layer as Layer
 from liger_models.layers.lm_head import LigerLMHead as LigerLMHead
+from liger_models.layers.lm_head import select_tokens as select_tokens
 from liger_models.layers.mamba2 import LigerMamba2 as LigerMamba2
 from liger_models.layers.mlp import GatedMLP as GatedMLP
 from liger_models.layers.mlp import LigerGEGLUMLP as LigerGEGLUMLP

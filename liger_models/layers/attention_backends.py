@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from liger_models.kernels.attention.causal_attention import causal_attention
+from liger_models.kernels.attention.copy_keys import copy_keys
 from liger_models.kernels.attention.decode_attention import decode_attention
 from liger_models.kernels.attention.heads import MOST_HEAD_DIM
 from liger_models.kernels.attention.invariant_attention import invariant_attention
@@ -343,6 +344,18 @@ def _segments(call: AttentionCall) -> Tensor:
     return y.view(call.result_shape)
 
 
+def _continued(call: AttentionCall) -> Tensor:
+    """Compute attention within documents and to the documents that they continue."""
+    segments, copies = call.mask.segments, call.mask.copies
+    assert segments is not None
+    assert copies is not None
+    options: dict[str, Any] = {"tokens": copies.tokens, "copy_bounds": copies.segments.cu_seqlens}
+    options |= {"cu_seqlens": segments.cu_seqlens, "max_seqlen": segments.max_seqlen, "copies": copies.counts}
+    k, v = (copy_keys(x.flatten(0, 1), **options) for x in (call.k, call.v))
+    # A document has fewer queries than keys. Variable-length attention takes the queries as the last tokens.
+    return _varlen(call, call.q.flatten(0, 1), k, v, segments, copies.segments).view(call.result_shape)
+
+
 def _sorted(x: Tensor, segments: Segments) -> Tensor:
     """Sort the tokens of x [B, T, heads, D] by segment; the result is [tokens, heads, D]."""
     x = x.flatten(0, 1)
@@ -481,6 +494,8 @@ WITHOUT_MASK: tuple[Backend, ...] = (
 second one computes the call."""
 
 WITH_MASK: tuple[Backend, ...] = (
+    # Sinks have another form of the mask if documents continue others.
+    (lambda call: call.mask.copies is not None, _continued),
     # Backends that support sinks come first, because the other backends for the same masks would ignore the sinks.
     (lambda call: call.sinks is not None and call.mask.segments is not None, _sinks_in_segments),
     (_has_causal_sinks, _causal_sinks),

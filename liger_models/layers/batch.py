@@ -1,5 +1,6 @@
 """The layout of a batch: positions, documents and masks, computed once per forward and passed to every layer."""
 
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -8,11 +9,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from liger_models.common.device import on_device
 from liger_models.common.errors import check_tensors, check_values, is_traced
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.layers.kv_cache import DecodeCache, Pages
-from liger_models.layers.masks import MOST_DOCUMENTS, Mask, Parents, Segments, document_mask, takes_segments, text_mask
+from liger_models.layers.masks import (
+    MOST_DOCUMENTS,
+    Copies,
+    Mask,
+    Parents,
+    Segments,
+    document_mask,
+    takes_segments,
+    text_mask,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -141,7 +152,9 @@ class BatchLayout:
             parents: [n] integers, for each document of ``cu_seqlens`` the index of its parent, or −1 for none. A
                 document continues its parent: its tokens also attend to all tokens of the parent, and its positions
                 follow those of the parent. Several documents may have the same parent, such as a prompt with several
-                answers. The parent must be an earlier document of the same row, without a parent of its own.
+                answers. The parent is a document without a parent in the same row, and the documents that continue it
+                come directly after it. Pass ``parents`` and ``cu_seqlens`` on the CPU, so that the host need not wait
+                for the device to read them.
             cache: the decode cache that holds the preceding tokens.
             visible_until: [B, T] int64, ascending along T: for each token, the index of the last token that it
                 attends to, which may be a later token of the same image. By default, this is the token itself.
@@ -167,7 +180,7 @@ class BatchLayout:
                 "forward: attention_mask and cu_seqlens exclude each other, got both. Packed batches need no mask."
             )
         if parents is not None:
-            _check_parents(parents, cu_seqlens, (B, T), alone=cache is None and visible_until is None)
+            _check_parents(parents, cu_seqlens, T, alone=cache is None and visible_until is None)
         if cache is not None and cu_seqlens is not None and (not cache.takes_documents or past):
             raise ValueError("forward: cu_seqlens can't be used with a decode cache. Pass one of the two.")
 
@@ -193,8 +206,11 @@ class BatchLayout:
         segments, few = None, cu_seqlens is None or len(cu_seqlens) - 1 <= MOST_DOCUMENTS * B
         alone = cache is None or cu_seqlens is not None  # no cached tokens
         text = visible_until is None or cls.images_need_window
-        if attention_mask is None and alone and text and few and parents is None and takes_segments(device, dtype):
-            segments = Segments.of_rows(B, T, cu_seqlens, device)
+        if attention_mask is None and alone and text and takes_segments(device, dtype):
+            if continued is not None:
+                segments = continued.segments
+            elif few:
+                segments = Segments.of_rows(B, T, cu_seqlens, device)
         bounds = None
         if needs_bounds and cu_seqlens is not None:
             bounds = (segments or Segments.of_rows(B, T, cu_seqlens, device)).cu_seqlens
@@ -308,7 +324,7 @@ class BatchLayout:
         if self.causal or segments.of_text:
             B, T = q.shape[:2]
             if self.causal:
-                mask = text_mask(self.documents, 0, window, B, T, q.device, needed=False)
+                mask = text_mask(self.documents, 0, window, B, T, q.device, needed=False, parents=self.parents)
             else:
                 mask = _bidirectional_mask(self.documents, B, T, q.device, needed=False)
             self.masks[window] = mask
@@ -403,11 +419,12 @@ def _check_rising(positions: Tensor, attention_mask: Tensor | None) -> None:
     )
 
 
-def _check_parents(parents: Tensor, cu_seqlens: Tensor | None, shape: tuple[int, int], *, alone: bool) -> None:
-    """Raise ValueError unless each document of a batch of ``shape`` (B, T) may continue its parent.
+def _check_parents(parents: Tensor, cu_seqlens: Tensor | None, T: int, *, alone: bool) -> None:
+    """Raise ValueError unless each document of a batch with rows of T tokens may continue its parent.
 
     Args:
         parents, cu_seqlens: as in `BatchLayout.build`.
+        T: number of tokens of a row.
         alone: whether there is neither a decode cache nor a token that attends to later tokens.
     """
     if cu_seqlens is None or not alone or is_batch_invariant():
@@ -421,19 +438,16 @@ def _check_parents(parents: Tensor, cu_seqlens: Tensor | None, shape: tuple[int,
             f"forward: parents must hold one integer for each of the {n} documents of cu_seqlens, got "
             f"{list(parents.shape)} {dtype}."
         )
-    bounds = cu_seqlens.to(parents.device, torch.int64)
-    numbers = parents.long()
-    has_parent = numbers >= 0
-    parent = numbers.clamp(min=0, max=max(n - 1, 0))
-    # The first token of the parent and the last token of the document must be in the same row.
-    T = max(shape[1], 1)
-    one_row = bounds[parent] // T == (bounds[1:] - 1) // T
-    earlier = (numbers < torch.arange(n, device=parents.device)) & (numbers[parent] < 0)
-    check_values(
-        (~has_parent | (earlier & one_row)).all() & (numbers >= -1).all(),
-        "forward: parents must hold −1, or the index of an earlier document in the same row that has no parent itself, "
-        "got another number. Number the documents of cu_seqlens from 0.",
-    )
+    numbers, bounds = parents.tolist(), cu_seqlens.tolist()
+    for number, parent in enumerate(numbers):
+        # The document before this one is the parent, or has the same parent.
+        follows = number > 0 and parent == (number - 1 if numbers[number - 1] == -1 else numbers[number - 1])
+        one_row = follows and bounds[parent] // T == (bounds[number + 1] - 1) // T
+        if parent != -1 and not one_row:
+            raise ValueError(
+                f"forward: parents must hold -1, or the number of the document that document {number} follows in its "
+                f"row, directly or after others that continue it, got {parent}. Put the documents in this order."
+            )
 
 
 def _follow(parents: Tensor, cu_seqlens: Tensor, documents: Tensor, index: Tensor) -> Parents:
@@ -443,13 +457,27 @@ def _follow(parents: Tensor, cu_seqlens: Tensor, documents: Tensor, index: Tenso
         parents, cu_seqlens: as in `BatchLayout.build`.
         documents, index: [B, T] int64, the number of each token's document, and the index of the token in it.
     """
-    device, n = documents.device, len(cu_seqlens) - 1
-    # Tokens after the last boundary belong to document n, which has no parent.
-    own = torch.arange(n + 1, device=device)
-    numbers = F.pad(parents.to(device, torch.int64), (0, 1), value=-1)
-    lengths = F.pad(cu_seqlens.to(device, torch.int64).diff(), (0, 1))
-    before = torch.where(numbers < 0, 0, lengths[numbers.clamp(min=0)])  # length of the parent
-    return Parents(torch.where(numbers < 0, own, numbers)[documents], index + before[documents])
+    (B, T), device = documents.shape, documents.device
+    starts, numbers = cu_seqlens.clamp(max=B * T).tolist(), parents.tolist()
+    lengths = [end - start for start, end in itertools.pairwise(starts)]
+
+    # For each document, the number of its parent, or its own number, and the length of its parent. Tokens after the
+    # last bound belong to another document.
+    followed = [own if parent < 0 else parent for own, parent in enumerate([*numbers, -1])]
+    before = [0 if parent < 0 else lengths[parent] for parent in [*numbers, -1]]
+    of_documents = on_device(torch.tensor([followed, before], device="cpu"), device)
+
+    # The segments are the documents without the empty ones, split at the ends of rows.
+    bounds = sorted({*starts, *range(0, B * T, max(T, 1)), B * T})
+    segment_at = {start: segment for segment, start in enumerate(bounds)}
+    continued = [-1] * (len(bounds) - 1)
+    for number, parent in enumerate(numbers):
+        if parent >= 0 and lengths[number] and lengths[parent]:
+            continued[segment_at[starts[number]]] = segment_at[starts[parent]]
+    sizes = [end - start for start, end in itertools.pairwise(bounds)]
+    cuts = on_device(torch.tensor(bounds, dtype=torch.int32, device="cpu"), device)
+    segments, copies = Segments(cuts, max(sizes), sizes, of_text=True), Copies.of(bounds, continued, device)
+    return Parents(of_documents[0, documents], index + of_documents[1, documents], segments, copies)
 
 
 def _lengths(positions: Tensor, documents: Tensor | None, count: int) -> Tensor | None:
@@ -531,7 +559,7 @@ def number_documents(cu_seqlens: Tensor, B: int, T: int, device: torch.device) -
         "forward: cu_seqlens must start with 0 and not fall, got other bounds. Pass the start of each packed document "
         "and the end of the last.",
     )
-    bounds = cu_seqlens.to(device, torch.int64)
+    bounds = on_device(cu_seqlens.long(), device)
     flat = torch.arange(B * T, device=device)
     # torch.bucketize is not used, because Inductor 2.11 fuses it with a maximum over positions and gets wrong results.
     ends = bounds[1:].clamp(max=B * T)

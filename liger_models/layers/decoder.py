@@ -685,14 +685,16 @@ class Decoder(nn.Module):
             )
         rotary: dict[str, Any] = dict(self.rotary.items())
         windows = self._windows
-        # Attention with sinks has a fused kernel only in half precision. In other dtypes, its layers need a mask.
-        if embeds.device.type in ACCELERATORS and not takes_segments(embeds.device, embeds.dtype):
+        # Attention with sinks has a fused kernel only in half precision, and only if no document continues another.
+        # In all other cases, its layers need a mask.
+        fused = takes_segments(embeds.device, embeds.dtype) and options.get("parents") is None
+        if embeds.device.type in ACCELERATORS and not fused:
             windows = {window: needed or window in self._needs_flash for window, needed in windows.items()}
         if options.get("parents") is not None and not self.takes_parents:
             raise ValueError(
-                f"forward: parents needs a text model whose layers are causal attention, without chunks and without "
-                f"rotary embeddings that depend on lengths, got {type(self).__name__}. Give each document the tokens of "
-                "its parent instead."
+                "forward: parents needs a text model with causal attention, without chunks, and with rotary embeddings "
+                f"that do not depend on lengths, got {type(self).__name__}. Give each document the tokens of its "
+                "parent instead."
             )
         if self.bidirectional:
             if options.get("cache") is not None:

@@ -1,6 +1,8 @@
 """Attention masks, in the forms that the attention kernels take."""
 
 import inspect
+import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -8,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_models.common.device import on_device
 from liger_models.kernels.dispatch import ACCELERATORS
 
 if TYPE_CHECKING:
@@ -152,6 +155,53 @@ def takes_segments(device: torch.device, dtype: torch.dtype | None, head_dim: in
     return takes_flash(dtype, head_dim) and device.type in ACCELERATORS and "scale" in VARLEN_OPTIONS
 
 
+class Copies(NamedTuple):
+    """The keys that packed documents attend to if some of them continue others; see `copy_keys`.
+
+    Attributes:
+        tokens: [m] int64, for each document the indices of the tokens of the document that it continues, and then the
+            indices of its own tokens, in the flattened batch.
+        segments: the bounds of the documents in ``tokens``.
+        counts: [n] int32, the number of documents that continue each document.
+    """
+
+    tokens: Tensor
+    segments: Segments
+    counts: Tensor
+
+    @classmethod
+    def of(cls, bounds: list[int], parents: list[int], device: torch.device) -> "Copies":
+        """Collect the keys of n packed documents without waiting for the device.
+
+        Args:
+            bounds: the bounds of the documents, n + 1 numbers.
+            parents: for each document, the number of the document that it continues; −1 for none.
+            device: device of the tensors.
+        """
+        # Each document attends to one or two pieces of the batch.
+        pieces = [
+            (bounds[piece], bounds[piece + 1])
+            for number, parent in enumerate(parents)
+            for piece in ((number,) if parent < 0 else (parent, number))
+        ]
+        starts, sizes = [start for start, _ in pieces], [end - start for start, end in pieces]
+        total = sum(sizes)
+        start, size = on_device(torch.tensor([starts, sizes], device="cpu"), device)
+        # The first token of a piece has the index of the piece's start.
+        shift = (start - (size.cumsum(0) - size)).repeat_interleave(size, output_size=total)
+        tokens = torch.arange(total, device=device) + shift
+
+        lengths = [
+            bounds[number + 1] - bounds[number] + (0 if parent < 0 else bounds[parent + 1] - bounds[parent])
+            for number, parent in enumerate(parents)
+        ]
+        counted = Counter(parents)
+        counts = [counted[number] for number in range(len(parents))]
+        ends, count = ([0, *itertools.accumulate(lengths)], [*counts, 0])
+        table = on_device(torch.tensor([ends, count], dtype=torch.int32, device="cpu"), device)
+        return cls(tokens, Segments(table[0], max(lengths), lengths), table[1, :-1])
+
+
 class Parents(NamedTuple):
     """The documents that packed documents continue; see ``parents`` of `BatchLayout.build`.
 
@@ -159,10 +209,14 @@ class Parents(NamedTuple):
         documents: [B, T] int64, for each token, the number of the document that the token's document continues. This
             is the number of the token's own document if that document continues no other.
         places: [B, T] int64, the index of each token in its document, counted from the start of the continued document.
+        segments: all documents as segments. Documents are split at the ends of rows.
+        copies: the keys that the segments attend to.
     """
 
     documents: Tensor
     places: Tensor
+    segments: Segments
+    copies: Copies
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,6 +230,7 @@ class Mask:
         dense: [1 or B, 1, T, S] bool, the form for the CPU and for single-token decoding.
         segments: the form for variable-length attention. It is used for image patches. In half precision on an
             accelerator, it is also used for packed rows, tiles and windows.
+        copies: the keys that ``segments`` attend to if some documents continue others.
         counted: whether the mask belongs to a memory estimate, which runs on fake tensors. If so, attention computes
             nothing, but saves the same tensors as a fused kernel: q, k, v, the output, and one value for each head and
             token. For flash attention, the width of the saved heads is padded to a multiple of 8.
@@ -185,6 +240,7 @@ class Mask:
     block: "BlockMask | None" = None
     dense: Tensor | None = None
     segments: Segments | None = None
+    copies: Copies | None = None
     counted: bool = False
     later: bool = False
 
@@ -215,7 +271,7 @@ def text_mask(
         segments: the packed documents as segments if variable-length attention supports the batch; otherwise None.
         prefix: [B, T] bool, whether a token is exempt from the window; see `BatchLayout.build`.
         parents: the documents that the documents continue; None if no document continues another. It must not be
-            combined with cached tokens, ``visible_until``, ``segments`` and ``prefix``.
+            combined with cached tokens, ``visible_until`` and ``prefix``.
     """
     if T == 1 and documents is None:
         return Mask()  # a single token attends to the whole cache, or to the window that `attention` cuts from it
@@ -224,7 +280,7 @@ def text_mask(
     if not (needed or window or documents is not None or past or visible_until is not None):
         return Mask()
     if segments is not None and not needed and T > 1:
-        return Mask(segments=segments)
+        return Mask(segments=segments, copies=None if parents is None else parents.copies)
     # On an accelerator, build a block mask instead of a T × T tensor.
     if T > 1 and device.type in ACCELERATORS:
         block = _block_mask(documents, past, window, B, T, device, visible_until, prefix, parents)
@@ -234,7 +290,9 @@ def text_mask(
     key = torch.arange(past + T, device=device)
     visible = query >= key if visible_until is None else (visible_until[:, None, :, None] + past) >= key
     if window is not None:
-        distance = query - key if parents is None else parents.places[:, None, :, None] - parents.places[:, None, None, :]
+        distance = query - key
+        if parents is not None:
+            distance = parents.places[:, None, :, None] - parents.places[:, None, None, :]
         near = distance < window
         visible = visible & (near if prefix is None else near | prefix[:, None, :, None])
     dense = visible if visible.dim() == 4 else visible[None, None]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from liger_models.common.device import as_tensor
+from liger_models.common.device import as_tensor, on_device
 from liger_models.kernels.attention.token_slots import token_slots
 from liger_models.kernels.attention.write_pages import write_pages
 from liger_models.kernels.dispatch import ACCELERATORS
@@ -225,7 +225,4 @@ class PagePool(PagedCache):
 
     def upload(self, values: "Tensor | list[tuple[int, int]] | list[list[int]] | list[int]") -> Tensor:
         """Copy integers from the host to the device as int64, without waiting for the copy."""
-        host = as_tensor(values, torch.int64)
-        if self.lengths.device.type in ACCELERATORS:
-            host = host.pin_memory()
-        return host.to(self.lengths.device, non_blocking=True)
+        return on_device(as_tensor(values, torch.int64), self.lengths.device)

@@ -791,7 +791,9 @@ def to_device(batch: Batch, device: torch.device, model: CausalLM) -> Batch:
             f"train: token ids must be less than the model's vocab_size ({vocab_size}), got {largest}. Were tokens "
             "added to the tokenizer, but not to the embedding?"
         )
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    # The layout of documents that continue others is computed on the host.
+    kept = ("cu_seqlens", "parents") if "parents" in batch else ()
+    return {name: x if name in kept else x.to(device, non_blocking=True) for name, x in batch.items()}
 
 
 def cosine(step: int, warmup: int, steps: int, floor: float) -> float:

@@ -10,6 +10,7 @@ from benchmarks.training.modes import Mode
 from benchmarks.training.tokenizer import words_tokenizer
 from liger_models import LigerLlama, LlamaConfig
 from liger_models.adapters import LoRAConfig, apply_lora
+from liger_models.data import pack_answers
 
 from ..late import transformers
 
@@ -30,14 +31,20 @@ def test_our_step_trains_adapters():
 def test_parts_of_a_step_have_the_gradients_of_the_whole():
     model = LigerLlama.from_config(LlamaConfig(**SIZES))
     loss = grpo_loss()
-    ids = torch.randint(64, (4, 9))
-    labels = ids.index_fill(1, torch.arange(5), -100)
-    old, advantages = torch.randn(4, 9) - 4, torch.randn(4)
-    grpo.train_on(model, loss, ids, labels, old, advantages, share=1.0)
+    prompts = [torch.randint(64, (5,)) for _ in range(2)]
+    answers = [torch.randint(64, (4,)) for _ in range(4)]
+    old, advantages = torch.randn(4, 64) - 4, torch.randn(4)
+
+    def train(first, last, share):
+        batch = pack_answers(prompts[first:last], answers[2 * first : 2 * last])
+        rows = slice(2 * first, 2 * last)
+        grpo.train_on(model, loss, *batch, old[rows], advantages[rows], share=share)
+
+    train(0, 2, share=1.0)
     whole = [each.grad.clone() for each in model.parameters()]
     model.zero_grad()
-    for part in zip(*(each.split(2) for each in (ids, labels, old, advantages)), strict=True):
-        grpo.train_on(model, loss, *part, share=0.5)
+    train(0, 1, share=0.5)
+    train(1, 2, share=0.5)
     for each, want in zip(model.parameters(), whole, strict=True):
         torch.testing.assert_close(each.grad, want)
 

@@ -4,6 +4,7 @@ import sys
 import pytest
 import torch
 
+from liger_models.kernels.matmul.batch_invariance import batch_invariant
 from liger_models.layers import kv_cache
 from liger_models.layers.batch import BatchLayout
 from liger_models.layers.kv_cache import DecodeCache
@@ -14,11 +15,16 @@ from liger_models.layers.masks import (
     _parts_block_mask,
     document_mask,
     parts_mask,
+    text_mask,
 )
 from liger_models.layers.patches import ends_of_runs
 from liger_models.layers.rope import RotaryEmbedding
 
 CPU = torch.device("cpu")
+
+
+def packed(bounds=(0, 1, 3), **options):
+    return {"cu_seqlens": torch.tensor(bounds), **options}
 
 
 def build(B, T, **options):
@@ -39,6 +45,27 @@ def test_packed():
     assert layout.shift(torch.arange(8).view(2, 4)).tolist() == [[1, 2, -100, -100], [5, -100, 7, -100]]
     mask = layout.masks[None].dense[0, 0].int().tolist()
     assert mask == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1]]
+
+
+def test_documents_that_continue_others():
+    bounds, parents = torch.tensor([0, 2, 4, 5, 6]), torch.tensor([-1, 0, 0, -1])
+    layout = build(1, 7, cu_seqlens=bounds, parents=parents)  # the last token belongs to no document
+    assert layout.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 0]]
+    assert layout.masks[None].dense[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0],
+        [1, 1, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0, 1],
+    ]  # fmt: skip
+    assert layout.shift(torch.arange(7)[None]).tolist() == [[1, -100, 3, -100, -100, -100, -100]]
+    windowed = build(1, 7, cu_seqlens=bounds, parents=parents, windows={2: False}).masks[2]
+    assert windowed.dense[0, 0].sum(1).tolist() == [1, 2, 2, 2, 2, 1, 1]
+    assert windowed.dense[0, 0, 4].tolist() == [False, True, False, False, True, False, False]
+
+    # Rows of a batch, an empty document, an empty parent.
+    layout = build(2, 4, cu_seqlens=torch.tensor([0, 2, 2, 4, 4, 7, 8]), parents=torch.tensor([-1, 0, 0, -1, 3, -1]))
+    assert layout.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 0]]
+    assert layout.masks[None].dense[:, 0].int().sum(2).tolist() == [[1, 2, 3, 4], [1, 2, 3, 1]]
+    assert layout.parents.segments.cu_seqlens.tolist() == [0, 2, 4, 7, 8]
+    assert layout.parents.copies.segments.lengths == [2, 4, 3, 1]
 
 
 def test_empty_documents_are_allowed():
@@ -111,12 +138,31 @@ def test_a_cache_takes_memory_for_its_tokens(monkeypatch):
             {"position_ids": torch.tensor([[0, 1, 0]]), "attention_mask": torch.ones(1, 3).long()},
             "position_ids must rise along each row",
         ),
+        ({"parents": torch.tensor([-1])}, "parents needs cu_seqlens, and can't be combined with a decode cache"),
+        (
+            packed(parents=torch.tensor([-1, 0]), visible_until=torch.arange(3)[None]),
+            "parents .* can't be combined with a decode cache, images or",
+        ),
+        (packed(parents=torch.tensor([-1])), r"one integer for each of the 2 documents .* got \[1\] torch.int64"),
+        (packed(parents=torch.tensor([-1.0, 0.0])), r"one integer for each of .* got \[2\] torch.float32"),
+        (packed(parents=torch.tensor([0, -1])), "document 0 follows in its row, .* got 0. Put the documents"),
+        (packed(parents=torch.tensor([-1, 1])), "document 1 follows in its row, .* got 1. Put the documents"),
+        (packed(parents=torch.tensor([-1, -2])), "document 1 follows in its row, .* got -2. Put the documents"),
+        (packed([0, 1, 2, 3], parents=torch.tensor([-1, 0, 1])), "document 2 follows in its row, .* got 1"),
+        (packed([0, 1, 2, 3], parents=torch.tensor([-1, -1, 0])), "document 2 follows in its row, .* got 0"),
         ({"position_ids": torch.arange(4)}, r"position_ids must be \[3\], \[1, 3\] or \[1, 3\], got \[4\]"),
     ],
 )
 def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         build(1, 3, **options)
+
+
+def test_a_parent_in_another_row():
+    with pytest.raises(ValueError, match="document 1 follows in its row"):
+        build(2, 3, cu_seqlens=torch.tensor([0, 2, 4, 6]), parents=torch.tensor([-1, 0, -1]))
+    with batch_invariant(), pytest.raises(ValueError, match=r"can't be combined with .* deterministic_forward"):
+        build(1, 3, **packed(parents=torch.tensor([-1, 0])))
 
 
 def test_positions_that_restart_are_allowed_where_something_else_separates():
@@ -145,6 +191,23 @@ def test_block_mask_says_what_the_dense_mask_says(kind, window, past):
     if documents is not None:
         dense = dense & (documents[:, past:, None] == documents[:, None, :])
     assert_block_mask(mask, dense, exact=kind != "padded")
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+def test_block_mask_of_documents_that_continue_others(window):
+    bounds = torch.tensor([0, 200, 240, 300, 700, 701, 900, 901, 1034])
+    parents = torch.tensor([-1, 0, 0, 0, -1, -1, 5, 5])
+    rows = {"cu_seqlens": torch.tensor([0, 60, 300, 310, 517, 1034]), "parents": torch.tensor([-1, 0, 0, 0, -1])}
+    for made in (build(2, 517, **rows), build(1, 1034, cu_seqlens=bounds, parents=parents)):
+        (B, T), reach = made.documents.shape, 2000 if window is None else window
+        mask = _block_mask(made.documents, 0, window, B, T, CPU, parents=made.parents)
+        related = made.documents[:, :, None] == made.documents[:, None]
+        related |= made.parents.documents[:, :, None] == made.documents[:, None]
+        places = made.parents.places
+        dense = torch.ones(T, T, dtype=torch.bool).tril() & related & (places[:, :, None] - places[:, None] < reach)
+        assert_block_mask(mask, dense, exact=False)
+        built = text_mask(made.documents, 0, window, B, T, CPU, False, parents=made.parents)
+        assert torch.equal(built.dense[:, 0], dense)
 
 
 @pytest.mark.parametrize("past", [0, 100])

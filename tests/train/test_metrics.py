@@ -84,6 +84,17 @@ def test_chunks():
     assert whole - as_documents == 12 * 32 * (40**2 - 16**2 - 16**2 - 8**2) / 2
 
 
+@pytest.mark.parametrize("window", [None, 12])
+def test_documents_that_continue_others(window):
+    """A token of an answer attends to the prompt, whose own tokens are counted once."""
+    model = make(LigerMistral, sliding_window=window)
+    shared = batch([0, 16, 24, 40, 64]) | {"parents": torch.tensor([-1, 0, 0, -1])}
+    products = flops_per_token(SIZES, 0)
+    attention = lambda *bounds: flops(model, [batch([*bounds])]) - bounds[-1] * products
+    want = 64 * products + attention(0, 24) + attention(0, 32) - attention(0, 16) + attention(0, 24)
+    assert flops(model, [shared]) == pytest.approx(want, rel=1e-9)
+
+
 def test_a_window_and_experts():
     dense = flops(make(LigerLlama), [batch([0, 64])])
     assert flops(make(LigerMistral, sliding_window=64), [batch([0, 64])]) == dense

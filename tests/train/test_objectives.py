@@ -417,6 +417,14 @@ def test_grpo_learns(folder):
     assert all(1 <= line["completions/mean_length"] <= 6 for line in lines)
 
 
+def answers_in(batch) -> tuple[list[torch.Tensor], list[list[int]]]:
+    """The documents of a packed row, and the labels of those that have any."""
+    sizes = batch["cu_seqlens"].diff().tolist()
+    documents, labels = (batch[name].flatten().split(sizes) for name in ("input_ids", "labels"))
+    answers = [part[part != -100].tolist() for part in labels]
+    return [*documents], [answer for answer in answers if answer]
+
+
 @pytest.mark.parametrize(("loss_type", "beta"), [("dapo", 0.0), ("grpo", 0.2)])
 def test_a_batch_of_grpo(folder, loss_type, beta):
     """Rows, advantages and loss, as examples/grpo.py computes them."""
@@ -430,19 +438,30 @@ def test_a_batch_of_grpo(folder, loss_type, beta):
     data = objective.dataset(folder / "prompts.jsonl", model, length=32, overflow=None, batch_size=2, shuffle=False)
     rows = next(iter(data))
     batch = objective.batch(model, rows)
-    ids, labels = batch["input_ids"], batch["labels"]
-    answers = [row[row != -100].tolist() for row in labels]
+    documents, answers = answers_in(batch)
     assert all(1 not in answer[:-1] for answer in answers)  # cut at the end token
     assert max(map(len, answers)) == 6
-    starts = [model.tokenizer.decode(row[:5].tolist()) for row in ids]
-    assert starts == ["0+0="] * 4 + ["1+1="] * 4
+    # The answers to a prompt share its tokens, except the last one.
+    prompts = [model.tokenizer.decode(documents[number].tolist()) for number in (0, 5)]
+    assert prompts == ["0+0", "1+1"]
+    assert batch["parents"].tolist()[:10] == [-1, 0, 0, 0, 0, -1, 5, 5, 5, 5]
+    assert [documents[number].tolist()[1:] for number in (1, 2, 3, 4, 6, 7, 8, 9)] == answers
+    assert {model.tokenizer.decode(documents[number].tolist()[:1]) for number in (1, 9)} == {"="}
     texts = [model.tokenizer.decode(answer) for answer in answers]
     rewards = torch.tensor([text.count("e") / len(answer) for text, answer in zip(texts, answers, strict=True)])
     assert batch["rewards"].equal(rewards)
     groups = rewards.view(2, 4)
     advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
     torch.testing.assert_close(batch["advantages"], advantages)
-    inputs = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens")}
+    # The same loss of rows that each have a prompt and one answer.
+    rows = [[*documents[5 * (row // 4)].tolist(), *documents[1 + row + row // 4].tolist()] for row in range(8)]
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    labels = torch.tensor(
+        [[-100] * (len(row) - len(answer)) + answer + [-100] * (longest - len(row))
+         for row, answer in zip(rows, answers, strict=True)]
+    )  # fmt: skip
+    inputs = {"input_ids": ids, "labels": labels}
     function = LigerFusedLinearGRPOLoss(beta=beta, loss_type=loss_type)
     reference = frozen(**inputs, return_log_probs=True).log_probs if beta else None
     want, metrics = model(
@@ -596,11 +615,13 @@ def test_grpo_trains_through_the_experts_that_sampled(folder, repeats, beta):
     batch = objective.batch(model, next(iter(data)))
     ids, experts = batch["input_ids"], batch["routed_experts"]
     assert experts.shape == (*ids.shape, 2, 2)
-    inputs = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens")}
+    inputs = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens", "parents")}
     own = model.choose_experts(model(**inputs).router_logits).unflatten(0, ids.shape)
     known = experts[..., 0, 0] >= 0
-    lengths = 4 + (batch["labels"] != -100).sum(1)  # a prompt of 5 tokens, and all of the answer but the last
-    assert torch.equal(known, torch.arange(ids.shape[1]) < lengths[:, None])
+    # The model has not run on the last token of an answer.
+    last = batch["answer_tokens"][:, -1]
+    real = torch.arange(ids.shape[1]) < last.max()
+    assert torch.equal(known[0], real.index_fill(0, last, False))
     assert torch.equal(experts[known], own[known])
 
     batch["routed_experts"] = torch.where(known[..., None, None], (experts + 1) % 4, -1)
@@ -647,7 +668,11 @@ def test_grpo_trains_on_the_bits_that_were_sampled(folder, temperature):
     inputs = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens")}
     with torch.no_grad(), deterministic_forward(model):
         want = model(**inputs, loss_function=objective._log_probs).loss
-    assert torch.equal(batch["old"], want)
+    assert "parents" not in batch  # each answer has its own copy of the prompt
+    for row, labels, old in zip(want, batch["labels"], batch["old"], strict=True):
+        answer = (labels != -100).roll(-1)
+        assert torch.equal(old[: answer.sum()], row[answer])
+        assert (old[answer.sum() :] == 0).all()
 
 
 def test_rollouts_that_cannot_be_deterministic(folder, monkeypatch):
