@@ -274,7 +274,11 @@ def _make_pool(
             f"have {longest.end} tokens, got {cache_bytes}. Raise it, or lower max_new_tokens."
         )
     # The length is rounded so that the steps of many rollouts have the same shapes; see `ModelState.is_ready`.
-    return PagePool(num_rows, rounded_tokens(longest.end - 1 + overhang), device, pages=pages, like=probe)
+    # Rows with the same prompt share the pages that the prompt fills.
+    repeats = len({row.prompt for row in rows}) < len(rows)
+    groups = repeats and any(row.begin > paged_cache.PAGE for row in rows)
+    capacity = rounded_tokens(longest.end - 1 + overhang)
+    return PagePool(num_rows, capacity, device, pages=pages, like=probe, groups=groups)
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -33,6 +33,7 @@ from liger_models.generation.options import Settings
 from liger_models.generation.rollout_rows import Completion, Row
 from liger_models.generation.rows import log_probs_of
 from liger_models.generation.sampling import Sampler
+from liger_models.kernels.attention.decode_attention import GROUP_ROWS
 from liger_models.layers.decoder import CausalLMOutput, Decoder
 from liger_models.layers.masks import MOST_DOCUMENTS
 from liger_models.layers.page_pool import PagePool
@@ -349,6 +350,7 @@ class Scheduler:
         stop_tokens = state[:, 5:]
         self.sampler.seeds = seeds if self.is_seeded else None
         self.pool.resume(lengths, remaining)
+        self.pool.group(self._groups(rows))
         if self.round is not None:
             self._run_rounds(self.round, steps, tokens, counts, seeds, stop_tokens)
             return
@@ -370,6 +372,23 @@ class Scheduler:
 
             # A row without remaining tokens does nothing in later steps.
             self.pool.remaining.sub_(1).masked_fill_((tokens[:, None] == stop_tokens).any(1), 0)
+
+    def _groups(self, rows: list[Row]) -> list[tuple[list[int], int]]:
+        """Return the groups of rows that share the full pages of their prompt; see `PagePool.group`."""
+        if not self.pool.groups:
+            return []
+        by_page: dict[int, list[Row]] = {}
+        for row in rows:
+            by_page.setdefault(row.pages[0], []).append(row)
+        groups = []
+        for sharing in by_page.values():
+            for start in range(0, len(sharing), GROUP_ROWS):
+                part = sharing[start : start + GROUP_ROWS]
+                # Rows with the same first page have the same prompt, and share its full pages.
+                full = (part[0].begin - 1) // self.pool.page
+                if len(part) > 1 and full:
+                    groups.append(([row.slot for row in part], full * self.pool.page))
+        return groups
 
     def _run_rounds(self, rounds: DraftRound, steps: int, *state: Tensor) -> None:
         """Launch rounds with drafts without waiting for the device."""

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from liger_models.kernels.attention.decode_attention import SharedKeys
+
 LEAST_GROWTH = 256
 """Minimum number of tokens by which a cache grows."""
 
@@ -16,10 +18,12 @@ class Pages(NamedTuple):
     Attributes:
         table: [B, N] int32, the pages of each row.
         lengths: [B] int32, number of tokens of each row, including the new token.
+        shared: groups of rows that share pages; None if the cache keeps no such groups.
     """
 
     table: Tensor
     lengths: Tensor
+    shared: SharedKeys | None = None
 
 
 class DecodeCache:

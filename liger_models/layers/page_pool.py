@@ -4,11 +4,15 @@ import torch
 from torch import Tensor
 
 from liger_models.common.device import as_tensor, on_device
+from liger_models.kernels.attention.decode_attention import GROUP_ROWS, SharedKeys
 from liger_models.kernels.attention.token_slots import token_slots
 from liger_models.kernels.attention.write_pages import write_pages
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers.kv_cache import DecodeCache, Pages
 from liger_models.layers.paged_cache import PagedCache
+
+LEAST_GROUP = 4
+"""There is one group of rows that share pages for so many rows of the pool at most."""
 
 
 class PagePool(PagedCache):
@@ -26,12 +30,23 @@ class PagePool(PagedCache):
         pages: number of pages, including page 0.
         like: a cache that all layers of the model have already used, on any device. This cache determines the shapes
             and dtypes of keys, values and states.
+        groups: whether the caller calls `group`, so that attention reads shared pages once for several rows.
     """
 
     takes_documents = True
 
-    def __init__(self, rows: int, capacity: int, device: torch.device, *, pages: int, like: DecodeCache) -> None:
+    def __init__(
+        self,
+        rows: int,
+        capacity: int,
+        device: torch.device,
+        *,
+        pages: int,
+        like: DecodeCache,
+        groups: bool = False,
+    ) -> None:
         super().__init__(rows, capacity, device)
+        self.groups = groups
         self._make_tables(rows)
         self._states = {
             layer: tuple(state.new_zeros(rows, *state.shape[1:], device=device) for state in states)
@@ -67,6 +82,11 @@ class PagePool(PagedCache):
         self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         self.remaining = torch.zeros(rows, dtype=torch.int64, device=device)
         """Number of tokens that must still be generated for each row; 0 for finished rows."""
+        self._shared_keys: SharedKeys | None = None
+        if self.groups:
+            sizes = (-(-rows // LEAST_GROUP), GROUP_ROWS + 1), (rows,)
+            self._shared_keys = SharedKeys(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
+        self._grouped: list[tuple[list[int], int]] | None = None
 
     @property
     def num_free(self) -> int:
@@ -97,6 +117,27 @@ class PagePool(PagedCache):
         """Write a row's pages, in the order of the row's tokens, to the table on the host."""
         self._host_table[row] = 0
         self._host_table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32, device="cpu")
+
+    def group(self, groups: list[tuple[list[int], int]]) -> None:
+        """Set the groups of rows for which the next steps read shared pages once.
+
+        Args:
+            groups: (rows, tokens) for each group: up to `GROUP_ROWS` rows, and the number of tokens in the pages that
+                all of them share. If there are too many groups, small groups are left out.
+        """
+        if self._shared_keys is None or groups == self._grouped:
+            return
+        self._grouped = groups
+        most = len(self._shared_keys.groups)
+        lines, counts = [[-1] * GROUP_ROWS + [0] for _ in range(most)], [0] * self.rows
+        largest = sorted(groups, key=lambda group: len(group[0]), reverse=True)[:most]
+        for line, (rows, tokens) in zip(lines, largest, strict=False):
+            line[: len(rows)], line[-1] = rows, tokens
+            for row in rows:
+                counts[row] = tokens
+        # Write in place, because a captured step reads these tensors.
+        self._shared_keys.groups.copy_(self.upload(lines))
+        self._shared_keys.counts.copy_(self.upload(counts))
 
     def copy(self, pages: list[tuple[int, int]], rows: list[tuple[int, int]]) -> None:
         """Copy pages, and copy the states of rows. Each pair is (source, target)."""
@@ -150,7 +191,7 @@ class PagePool(PagedCache):
         positions = self.positions
         self.slots = self._slots_of(self._table, positions)[:, 0] * (self.remaining > 0)  # 0 for finished rows
         self.lengths.copy_(positions[:, 0] + 1)
-        self.pages, self.length, self.width = Pages(self._table, self.lengths), 1, 1
+        self.pages, self.length, self.width = Pages(self._table, self.lengths, self._shared_keys), 1, 1
 
     def speculate(self, n: int, offset: int = 0) -> Tensor:
         """Prepare a forward of n tokens per row. Then call `accept` to accept the first few tokens of each row.

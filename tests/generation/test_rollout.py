@@ -214,6 +214,38 @@ def test_rows_of_one_prompt_compute_it_once_and_share_its_pages(model, events, m
     assert [row.tokens.tolist() for row in found] == [row.tokens.tolist() for row in want]
 
 
+def test_rows_of_one_prompt_are_grouped(model, monkeypatch):
+    """Attention reads the full pages of a prompt once for up to eight rows, whichever slots they have."""
+    seen, group = [], PagePool.group
+
+    def watched(pool, groups):
+        group(pool, groups)
+        seen.append(groups)
+        lines, counts = (x.tolist() for x in pool._shared_keys)
+        assert len(lines) == -(-pool.rows // 4)
+        kept = sorted(groups, key=lambda each: len(each[0]), reverse=True)[: len(lines)]
+        want = [rows + [-1] * (8 - len(rows)) + [tokens] for rows, tokens in kept]
+        assert lines == want + [[-1] * 8 + [0]] * (len(lines) - len(want))
+        of_rows = {row: tokens for rows, tokens in kept for row in rows}
+        assert counts == [of_rows.get(row, 0) for row in range(pool.rows)]
+        for rows, tokens in groups:
+            pages = pool._host_table[rows, : tokens // 16]
+            assert (pages == pages[0]).all()
+            assert (pages > 0).all()
+            assert 1 < len(rows) <= 8
+
+    monkeypatch.setattr(PagePool, "group", watched)
+    prompts = make_prompts([38, 9, 33, 16])
+    options = {"do_sample": True, "seed": 0, "eos_token_id": [], "num_return_sequences": 10}
+    rollout(model, prompts, max_new_tokens=[12, 5, 9, 4], batch_size=16, steps_per_read=2, **options)
+    counts = {(len(rows), tokens) for groups in seen for rows, tokens in groups}
+    assert {(8, 32), (2, 32)} <= counts  # 38 and 33 tokens fill two pages, 9 and 16 none before their last token
+    assert {tokens for _, tokens in counts} == {32}
+    monkeypatch.setattr(PagePool, "group", lambda pool, groups: pytest.fail("grouped") if groups else None)
+    rollout(model, prompts, max_new_tokens=4)
+    rollout(model, prompts[1:2], max_new_tokens=4, num_return_sequences=3, do_sample=True)
+
+
 def test_a_long_prompt_is_computed_in_chunks(model, events):
     rollout(model, make_prompts([60]), max_new_tokens=3, eos_token_id=[], chunk_size=16)
     assert events == [[(0, 0, 16)], [(0, 16, 32)], [(0, 32, 48)], [(0, 48, 59)], "steps"]

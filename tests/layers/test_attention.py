@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
 
+from liger_models.cli.compare import relative_error
 from liger_models.distributed.collectives import Group
 from liger_models.layers.attention import BaseAttention, LigerAttention
 from liger_models.layers.attention_backends import MOST_SCORES, AttentionCall, _segments, attention
@@ -322,6 +323,36 @@ def test_dropout_only_in_training():
 def test_head_counts():
     with pytest.raises(ValueError, match=r"num_heads \(6\) must be a multiple of num_kv_heads \(4\)"):
         LigerAttention(16, 6, 4, 8, layer=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"window": 600}, {"softcap": 20.0}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize(("H", "G", "D", "V"), [(6, 2, 128, 128), (4, 4, 192, 128), (4, 2, 100, 100), (4, 1, 256, 256)])
+def test_documents_that_continue_others_on_gpus(H, G, D, V, options):
+    """By variable-length attention, or with sinks, softcaps or in fp32 by flex_attention."""
+    lengths, parents = [255, 257, 300, 13, 100, 300, 1, 40], torch.tensor([-1, 0, 0, 0, -1, 4, 4, -1])
+    bounds, options = torch.tensor([0, *lengths]).cumsum(0), dict(options)
+    N, window, generator = int(bounds[-1]), options.get("window"), torch.Generator().manual_seed(0)
+    if options.pop("sinks", False):
+        options["sinks"] = torch.randn(H, generator=generator)
+    shapes = [(H, D), (G, D), (G, V), (H, V)]
+    inputs = [torch.randn(1, N, *shape, generator=generator).bfloat16() for shape in shapes]
+
+    def run(device, dtype):
+        *leaves, dy = (x.to(device, dtype).requires_grad_() for x in inputs)
+        more = {name: x.to(device, dtype) if torch.is_tensor(x) else x for name, x in options.items()}
+        needed = "softcap" in options or "sinks" in options
+        layout = BatchLayout.build(
+            (1, N), torch.device(device), {}, windows={window: needed}, cu_seqlens=bounds, parents=parents, dtype=dtype
+        )
+        y = attention(*leaves, layout, scale=D**-0.5, **more)
+        assert (layout.masks[window].copies is not None) == (dtype == torch.bfloat16 and not needed)
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+    exact = run("cpu", torch.float64)
+    for dtype, limit in ((torch.bfloat16, 6e-3), (torch.float32, 2e-3)):  # flex_attention multiplies in tf32
+        for x, want in zip(run("cuda", dtype), exact, strict=True):
+            assert relative_error(x.cpu().double(), want) <= limit
 
 
 @pytest.mark.gpu

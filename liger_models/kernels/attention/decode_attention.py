@@ -20,12 +20,17 @@ Keys have D columns, and values have V columns. In latent attention, the values 
 A program then reads only the keys, and computes two products with the queries: one for the first V columns of the keys,
 and one for the other D − V columns.
 
+Rows may share the pages of a prompt. Keys that several rows share are then read once for all of them: another kernel
+computes attention to the shared keys for groups of rows, and the first kernel computes attention to all other keys.
+
 Query heads that share keys are rows of the same matrix product, so that each key is read only once. The number of
 programs depends only on the shapes. Each program reads ``lengths`` on the device to find its keys, so a launch that was
 captured in a CUDA graph works for all lengths. There is no backward.
 
 Source: https://arxiv.org/abs/1805.02867, https://pytorch.org/blog/flash-decoding, https://arxiv.org/abs/2309.06180.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,8 +66,25 @@ MOST_LATENT_QUERIES, LATENT_BYTES = 2**15, 2**16
 step from the first V columns of the keys. For keys of 576 columns and values of 512 columns, a program thus holds up to
 64 query heads, and loads 32 keys per step."""
 
+GROUP_ROWS = 8
+"""Maximum number of rows in a group of rows that share keys."""
+
 COMBINED_COLUMNS = 128
 """Number of columns of a head that a program of the second kernel combines."""
+
+
+class SharedKeys(NamedTuple):
+    """Groups of rows that share the pages of their first tokens.
+
+    Attributes:
+        groups: [groups, `GROUP_ROWS` + 1] int32, the rows of each group, −1 for no row, and in the last column the
+            number of tokens whose pages the rows share. This number is a multiple of the page size, and 0 for an empty
+            group. Each row of the group has more tokens.
+        counts: [B] int32, the number of shared tokens of each row; 0 for a row that is in no group.
+    """
+
+    groups: Tensor
+    counts: Tensor
 
 
 def decode_attention_reference(
@@ -107,16 +129,20 @@ def decode_attention_reference(
 
 @triton.jit
 def _decode_kernel(
-    q_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, out_ptr, lse_ptr, table_b, q_b, q_h, window, scale, softcap,
-    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
-    LATENT: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr, OVERLAPS: tl.constexpr,
+    q_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, shared_ptr, out_ptr, lse_ptr, table_b, q_b, q_h, window,
+    scale, softcap, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
+    PARTS: tl.constexpr, SHARED_PARTS: tl.constexpr, LATENT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_REST: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Each program computes attention over one part of a row's keys, for some of the GROUP query heads of a KV head.
     Its results are the output and the log-sum-exp for this part. With LATENT, the values are the first V columns of the
     keys. BLOCK_D then equals BLOCK_V, and the remaining D − V columns of the keys are processed in a block of
     BLOCK_REST columns.
+
+    With SHARED_PARTS, the results have places for as many parts of the keys that the row shares with other rows. These
+    keys are left out here; see `_shared_kernel`.
     """
     await_previous(OVERLAPS)
     part = tl.program_id(0)
@@ -143,6 +169,8 @@ def _decode_kernel(
         first = tl.maximum(length - window, 0)
     if CHUNKED:
         first = tl.maximum(length - 1, 0) // window * window
+    if SHARED_PARTS > 0:
+        first = tl.load(shared_ptr + batch)
     lowest = first // BLOCK_N
     share = tl.cdiv(tl.cdiv(length, BLOCK_N) - lowest, PARTS)
     begin = (lowest + part * share) * BLOCK_N
@@ -177,12 +205,70 @@ def _decode_kernel(
         total, most, weight = softmax_step(scores, v, total, most, weight, True, PRECISION)
 
     # If a part has no keys, its log-sum-exp is -inf, and the program writes no output.
-    row = (batch * G * GROUP + head) * PARTS + part
+    row = (batch * G * GROUP + head) * (PARTS + SHARED_PARTS) + part
+    if SHARED_PARTS > 0:
+        # A row that shares no keys has no results for shared keys.
+        nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        tl.store(lse_ptr + row + PARTS, nothing, mask=(member < GROUP) & (first == 0))
     if begin < end:
         inside = (member < GROUP)[:, None] & (value_column < V)[None, :]
         tl.store(out_ptr + row[:, None] * V + value_column[None, :], total / weight[:, None], mask=inside)
         most += tl.log2(weight)
     tl.store(lse_ptr + row, most, mask=member < GROUP)
+
+
+@triton.jit
+def _shared_kernel(
+    q_ptr, keys_ptr, values_ptr, table_ptr, groups_ptr, out_ptr, lse_ptr, table_b, q_b, q_h, scale, softcap,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
+    PARTS: tl.constexpr, GROUP_ROWS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """Each program computes attention over one part of the keys that a group of rows shares, for BLOCK_M of the rows'
+    query heads that share a KV head. The results follow the PARTS results of `_decode_kernel`.
+    """
+    await_previous(OVERLAPS)
+    part = tl.program_id(0)
+    tiles: tl.constexpr = (GROUP_ROWS * GROUP + BLOCK_M - 1) // BLOCK_M
+    kv_head = tl.program_id(1) // tiles
+    rows_ptr = groups_ptr + tl.program_id(2) * (GROUP_ROWS + 1)
+    length = tl.load(rows_ptr + GROUP_ROWS)
+    share = tl.cdiv(tl.cdiv(length, BLOCK_N), PARTS) * BLOCK_N
+    begin = part * share
+    end = tl.minimum(begin + share, length)
+
+    # Member m of a group is head m % GROUP of row m // GROUP. Load the queries [BLOCK_M, BLOCK_D].
+    member = tl.program_id(1) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.load(rows_ptr + member // GROUP, mask=member < GROUP_ROWS * GROUP, other=-1)
+    exists = (row >= 0) & (length > 0)
+    row = tl.maximum(row, 0).to(tl.int64)
+    head = kv_head * GROUP + member % GROUP
+    column = tl.arange(0, BLOCK_D)
+    value_column = tl.arange(0, BLOCK_V)
+    at = q_ptr + (row * q_b + head * q_h)[:, None] + column[None, :]
+    q = tl.load(at, mask=exists[:, None] & (column < D)[None, :], other=0.0)
+
+    # All rows of the group have the same pages. Add up the keys as in `_decode_kernel`.
+    total = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    most = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    pages_ptr = table_ptr + tl.maximum(tl.load(rows_ptr), 0).to(tl.int64) * table_b
+    for start in range(begin, end, BLOCK_N):
+        page = tl.load(pages_ptr + start // PAGE).to(tl.int64)
+        key_at = ((page * PAGE + start % PAGE + tl.arange(0, BLOCK_N)) * G + kv_head)[:, None]
+        k = tl.load(keys_ptr + key_at * D + column[None, :], mask=(column < D)[None, :], other=0.0)
+        v = tl.load(values_ptr + key_at * V + value_column[None, :], mask=(value_column < V)[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = scale_and_cap(scores, scale, softcap, HAS_SOFTCAP) * LOG2_E
+        total, most, weight = softmax_step(scores, v, total, most, weight, True, PRECISION)
+
+    result = (row * G * GROUP + head) * (2 * PARTS) + PARTS + part
+    if begin < end:
+        inside = exists[:, None] & (value_column < V)[None, :]
+        tl.store(out_ptr + result[:, None] * V + value_column[None, :], total / weight[:, None], mask=inside)
+        most += tl.log2(weight)
+    tl.store(lse_ptr + result, most, mask=exists)
 
 
 @triton.jit
@@ -224,7 +310,7 @@ def _power_below(x: int) -> int:
 
 def _decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, scale: float, window: int | None,
-    chunk: int | None, softcap: float | None, sinks: Tensor | None,
+    chunk: int | None, softcap: float | None, sinks: Tensor | None, groups: Tensor | None, counts: Tensor | None,
 ) -> Tensor:  # fmt: skip
     (B, H, D), (_, page, G, _), V = q.shape, keys.shape, values.shape[3]
     # If the values are the first columns of the keys, they are neither read nor copied separately.
@@ -258,21 +344,36 @@ def _decode_attention(
     seen = seen if reach is None else min(reach + block_n, seen)
     room = _power_below(max(num_programs(q, PROGRAMS_PER_SM) // (B * tiles), 2))
     parts = max(min(room, next_power_of_2(cdiv(seen, block_n)), MOST_PARTS), 2)
-    results = torch.empty(B, H, parts, V, dtype=torch.float32, device=q.device)
-    lse = torch.empty(B, H, parts, dtype=torch.float32, device=q.device)
+
+    # Keys that groups of rows share are read separately, unless a token sees only its last keys.
+    shares = groups is not None and counts is not None and reach is None and not latent
+    shared_parts = parts if shares else 0
+    results = torch.empty(B, H, parts + shared_parts, V, dtype=torch.float32, device=q.device)
+    lse = torch.empty(B, H, parts + shared_parts, dtype=torch.float32, device=q.device)
     columns = min(block_v, COMBINED_COLUMNS)
+    constants: dict[str, Any] = {
+        "G": G, "GROUP": H // G, "D": D, "V": V, "PAGE": page, "PARTS": parts, "HAS_SOFTCAP": softcap is not None,
+        "PRECISION": dot_precision(q), "BLOCK_N": block_n, "BLOCK_D": block_d, "BLOCK_V": block_v, **overlap(q),
+        "num_stages": fitting_stages(q, STAGES, block_n * read * q.itemsize),
+    }  # fmt: skip
+    strides = table.stride(0), *q.stride()[:2]
     with on_device_of(q):
+        if shares:
+            members = GROUP_ROWS * (H // G)
+            block = max(min(next_power_of_2(members), MOST_QUERIES // max(block_d, block_v)), LEAST_ROWS)
+            _shared_kernel[(parts, G * cdiv(members, block), len(groups))](
+                q, keys, values, table, groups, results, lse, *strides, scale, softcap or 0.0,
+                GROUP_ROWS=GROUP_ROWS, BLOCK_M=block, **constants, num_warps=4,
+            )  # fmt: skip
         _decode_kernel[(parts, tiles, B)](
-            q, keys, values, table, lengths, results, lse, table.stride(0), *q.stride()[:2], reach or 0, scale,
-            softcap or 0.0, G=G, GROUP=H // G, D=D, V=V, PAGE=page, PARTS=parts, LATENT=latent,
-            HAS_WINDOW=window is not None, CHUNKED=chunk is not None, HAS_SOFTCAP=softcap is not None,
-            PRECISION=dot_precision(q), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_V=block_v,
-            BLOCK_REST=block_rest, **overlap(q), num_warps=8 if block_m * block_v > MOST_QUERIES else 4,
-            num_stages=fitting_stages(q, STAGES, block_n * read * q.itemsize),
+            q, keys, values, table, lengths, counts if shares else lengths, results, lse, *strides, reach or 0, scale,
+            softcap or 0.0, SHARED_PARTS=shared_parts, LATENT=latent, HAS_WINDOW=window is not None,
+            CHUNKED=chunk is not None, BLOCK_M=block_m, BLOCK_REST=block_rest, **constants,
+            num_warps=8 if block_m * block_v > MOST_QUERIES else 4,
         )  # fmt: skip
         _combine_kernel[(B * H, cdiv(V, columns))](
             results, lse, lse if sinks is None else sinks.contiguous(), out, H,
-            V=V, PARTS=parts, HAS_SINKS=sinks is not None, BLOCK_V=columns, **overlap(q),
+            V=V, PARTS=parts + shared_parts, HAS_SINKS=sinks is not None, BLOCK_V=columns, **overlap(q),
         )  # fmt: skip
     return out
 
@@ -288,6 +389,7 @@ def decode_attention(
     values: Tensor,
     table: Tensor,
     lengths: Tensor,
+    shared: SharedKeys | None = None,
     *,
     scale: float,
     window: int | None = None,
@@ -308,6 +410,8 @@ def decode_attention(
             the last token may be any valid index. N · P determines the number of programs.
         lengths: [B] int32, number of tokens of each row, from 0 to N · P. The result of a row without tokens is
             undefined.
+        shared: groups of rows that share pages; None if no pages are shared, or if the kernel need not know it. With a
+            window, with chunks, and if values are columns of the keys, the groups are ignored.
         scale: number by which q·k is multiplied.
         window: number of tokens that the token sees, including itself; None for all tokens.
         chunk: number of tokens per chunk, if the token sees only the tokens of its own chunk. ``window`` must then be
@@ -350,4 +454,5 @@ def decode_attention(
         return decode_attention_reference(
             q, keys, values, table, lengths, scale=scale, window=window, chunk=chunk, softcap=softcap, sinks=sinks
         )
-    return FORWARD(q, keys, values, table, lengths, scale, window, chunk, softcap, sinks)
+    groups, counts = (None, None) if shared is None else shared
+    return FORWARD(q, keys, values, table, lengths, scale, window, chunk, softcap, sinks, groups, counts)

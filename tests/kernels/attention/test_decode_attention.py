@@ -2,7 +2,12 @@ import pytest
 import torch
 
 from liger_models.kernels.attention import decode_attention as module
-from liger_models.kernels.attention.decode_attention import decode_attention, decode_attention_reference
+from liger_models.kernels.attention.decode_attention import (
+    GROUP_ROWS,
+    SharedKeys,
+    decode_attention,
+    decode_attention_reference,
+)
 
 from ..oracle import opcheck, wide
 from ..rope.test_rope import draw, dtypes
@@ -35,12 +40,13 @@ def make(shape, dtype, device, lengths=LENGTHS, page=16, latent=False):
     return draw(B, H, D, dtype=dtype, device=device), keys, values, *numbers
 
 
-def check(shape, dtype, device, *, sinks=False, lengths=LENGTHS, page=16, latent=False, **options):
+def check(shape, dtype, device, *, sinks=False, lengths=LENGTHS, page=16, latent=False, groups=None, **options):
     q, keys, values, table, lengths = make(shape, dtype, device, lengths, page, latent)
+    shared = None if groups is None else share(table, lengths, groups, page)
     extra = {"sinks": draw(shape[0], dtype=dtype, device=device)} if sinks else {}
     options = {"scale": 0.3, **options}
     rows = lengths > 0  # what a row without tokens gets is nobody's business
-    got = decode_attention(q, keys, values, table, lengths, **options, **extra)[rows]
+    got = decode_attention(q, keys, values, table, lengths, shared, **options, **extra)[rows]
     plain = decode_attention_reference(q, keys, values, table, lengths, **options, **extra)[rows]
     inputs = (*(wide(x) for x in (q, keys, values)), table.cpu(), lengths.cpu())
     exact = decode_attention_reference(*inputs, **options, **{name: wide(x) for name, x in extra.items()})[rows.cpu()]
@@ -115,6 +121,60 @@ def test_chunks(backend, chunk, poisoned_empty):
             torch.testing.assert_close(got[part], want)
 
 
+def share(table, lengths, groups, page):
+    """Let the rows of each group (rows, pages) share their first pages."""
+    count = -(-len(lengths) // 2)
+    lines, counts = torch.full((count, GROUP_ROWS + 1), -1), torch.zeros(len(lengths))
+    lines[:, -1] = 0
+    for line, (members, pages) in zip(lines, groups, strict=False):
+        line[: len(members)] = torch.tensor(members)
+        line[-1] = counts[members] = pages * page
+        for member in members[1:]:
+            table[member, :pages] = table[members[0], :pages]
+    return SharedKeys(*(x.to(table.device, torch.int32) for x in (lines, counts)))
+
+
+SHARED_LENGTHS = [70, 33, 100, 49, 1, 64, 65, 90, 34, 50, 120, 40]
+GROUPS = [([0, 2, 3, 5, 6, 7, 9, 10], 3), ([11, 8], 1)]
+
+
+@pytest.mark.cases(6)
+@pytest.mark.parametrize("options", [{}, {"softcap": 0.5, "sinks": True}], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, NARROW_SHAPES[0], (20, 1, 24)], ids=str)
+def test_keys_that_rows_share(backend, shape, options, poisoned_empty):
+    for dtype in dtypes(backend):
+        check(shape, dtype, backend, lengths=SHARED_LENGTHS, groups=GROUPS, **options)
+
+
+def test_groups_that_change_nothing(kernel_device, poisoned_empty):
+    """With a window, chunks or values that are columns of the keys, and for empty groups."""
+    for options in ({"window": 20}, {"chunk": 16}):
+        check(SHAPES[0], torch.float32, kernel_device, lengths=SHARED_LENGTHS, groups=GROUPS, **options)
+    check(LATENT_SHAPES[0], torch.float32, kernel_device, lengths=SHARED_LENGTHS, groups=GROUPS, latent=True)
+    check(SHAPES[0], torch.float32, kernel_device, lengths=SHARED_LENGTHS, groups=[])
+
+
+def test_shared_keys_are_read_from_the_first_row_of_a_group(kernel_device):
+    q, keys, values, table, lengths = make(SHAPES[0], torch.float32, kernel_device, SHARED_LENGTHS)
+    shared = share(table, lengths, GROUPS, 16)
+    want = decode_attention(q, keys, values, table, lengths, shared, scale=0.3)
+    table[[2, 3, 5, 6, 7, 9, 10], :3] = 10**9
+    table[8, 0] = 10**9
+    got = decode_attention(q, keys, values, table, lengths, shared, scale=0.3)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(24, 8, 128), (32, 8, 64), (8, 1, 256), (71, 1, 64), (16, 16, 80)], ids=str)
+def test_keys_that_rows_share_on_gpu(shape):
+    lengths = torch.randint(330, 700, (64,), generator=torch.Generator().manual_seed(0)).tolist()
+    groups = [([*range(start, start + GROUP_ROWS)], 1 + start % 5) for start in range(0, 40, GROUP_ROWS)]
+    groups += [([41, 50, 45], 4), ([60, 63], 5)]
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        check(shape, dtype, "cuda", lengths=lengths, page=64, groups=groups)
+        check(shape, dtype, "cuda", lengths=lengths, page=64, groups=groups, sinks=True, softcap=30.0)
+
+
 @pytest.mark.parametrize("options", [{"chunk": 0}, {"chunk": 4, "window": 3}], ids=str)
 def test_a_chunk_and_a_window_exclude_each_other(options):
     q, keys, values, table, lengths = make(SHAPES[0], torch.float32, "cpu")
@@ -166,6 +226,10 @@ def test_no_rows(backend):
 def test_opcheck(kernel_device):
     q, keys, values, table, lengths = make((2, 1, 16), torch.float32, kernel_device, [3, 17])
     arguments = q, keys.nan_to_num(), values.nan_to_num(), table, lengths, 0.3, 20, None, 5.0, q[0, :, 0].contiguous()
+    opcheck(torch.ops.liger_models.decode_attention, (*arguments, None, None))
+    q, keys, values, table, lengths = make((2, 1, 16), torch.float32, kernel_device, [19, 17])
+    shared = share(table, lengths, [([0, 1], 1)], 16)
+    arguments = q, keys.nan_to_num(), values.nan_to_num(), table, lengths, 0.3, None, None, None, None, *shared
     opcheck(torch.ops.liger_models.decode_attention, arguments)
 
 
