@@ -346,7 +346,7 @@ def _decode_attention(
     parts = max(min(room, next_power_of_2(cdiv(seen, block_n)), MOST_PARTS), 2)
 
     # Keys that groups of rows share are read separately, unless a token sees only its last keys.
-    shares = groups is not None and counts is not None and reach is None and not latent
+    shares = groups is not None and reach is None and not latent
     shared_parts = parts if shares else 0
     results = torch.empty(B, H, parts + shared_parts, V, dtype=torch.float32, device=q.device)
     lse = torch.empty(B, H, parts + shared_parts, dtype=torch.float32, device=q.device)
@@ -358,7 +358,7 @@ def _decode_attention(
     }  # fmt: skip
     strides = table.stride(0), *q.stride()[:2]
     with on_device_of(q):
-        if shares:
+        if shares and groups is not None:
             members = GROUP_ROWS * (H // G)
             block = max(min(next_power_of_2(members), MOST_QUERIES // max(block_d, block_v)), LEAST_ROWS)
             _shared_kernel[(parts, G * cdiv(members, block), len(groups))](

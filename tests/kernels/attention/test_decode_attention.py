@@ -171,8 +171,9 @@ def test_keys_that_rows_share_on_gpu(shape):
     groups = [([*range(start, start + GROUP_ROWS)], 1 + start % 5) for start in range(0, 40, GROUP_ROWS)]
     groups += [([41, 50, 45], 4), ([60, 63], 5)]
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        check(shape, dtype, "cuda", lengths=lengths, page=64, groups=groups)
-        check(shape, dtype, "cuda", lengths=lengths, page=64, groups=groups, sinks=True, softcap=30.0)
+        options = {"lengths": lengths, "page": 64, "groups": groups, "scale": shape[2] ** -0.5}
+        check(shape, dtype, "cuda", **options)
+        check(shape, dtype, "cuda", **options, sinks=True, softcap=30.0)
 
 
 @pytest.mark.parametrize("options", [{"chunk": 0}, {"chunk": 4, "window": 3}], ids=str)
