@@ -27,7 +27,7 @@ from liger_models.generation.rollout_checks import (
 )
 from liger_models.generation.rollout_rows import Completion, Row
 from liger_models.generation.rows import Step
-from liger_models.generation.scheduler import Scheduler
+from liger_models.generation.scheduler import LEAST_SHARED, Scheduler
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.kernels.matmul.batch_invariance import batch_invariant
 from liger_models.layers import paged_cache
@@ -276,7 +276,7 @@ def _make_pool(
     # The length is rounded so that the steps of many rollouts have the same shapes; see `ModelState.is_ready`.
     # Rows with the same prompt share the pages that the prompt fills.
     repeats = len({row.prompt for row in rows}) < len(rows)
-    groups = repeats and any(row.begin > paged_cache.PAGE for row in rows)
+    groups = repeats and any(row.begin > LEAST_SHARED for row in rows)
     capacity = rounded_tokens(longest.end - 1 + overhang)
     return PagePool(num_rows, capacity, device, pages=pages, like=probe, groups=groups)
 

@@ -34,6 +34,7 @@ from liger_models.generation.rollout_rows import Completion, Row
 from liger_models.generation.rows import log_probs_of
 from liger_models.generation.sampling import Sampler
 from liger_models.kernels.attention.decode_attention import GROUP_ROWS
+from liger_models.kernels.loss.choose_tokens import choose_tokens
 from liger_models.layers.decoder import CausalLMOutput, Decoder
 from liger_models.layers.masks import MOST_DOCUMENTS
 from liger_models.layers.page_pool import PagePool
@@ -51,6 +52,10 @@ CAPTURE_ROWS = 2**14
 For Llama 3.2 3B on an H200, a step with 128 fewer rows saves the time of a capture within about 150 steps, and a step
 with 64 fewer rows saves it within about 300 steps.
 """
+
+LEAST_SHARED = 512
+"""Minimum number of tokens in the pages that a group of rows shares. For fewer tokens, grouping does not save time,
+because the rows find each other's keys in the L2 cache."""
 
 
 class Scheduler:
@@ -101,9 +106,13 @@ class Scheduler:
         self.running: list[Row] = []
         self.completions: list[Completion | None] = [None] * len(rows)
 
-        # The sampler needs no prompts, and `_run_steps` sets its seeds.
+        # The sampler needs no prompts, and `_run_steps` sets its seeds. Steps draw all tokens with seeds. Rounds with
+        # drafts accept more drafts if tokens are drawn without seeds.
         nothing = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         self.is_seeded = settings.seed is not None
+        if settings.do_sample and not self.is_seeded and draft is None:
+            self.is_seeded = True
+            _draw_seeds(rows, settings.generator, model.device)
         self.sampler = Sampler(replace(settings, seed=None), nothing, model.config.vocab_size)
         self.most_stops = max(len(row.stops) for row in rows)
         self._start_steps()
@@ -356,6 +365,7 @@ class Scheduler:
             return
 
         head = self.model.lm_head
+        draws = (seeds, counts) if self.sampler.settings.do_sample else ()
         for step in range(steps):
             out = self.step(self.model, tokens, self.pool.positions)
             if self.deterministic:
@@ -363,8 +373,8 @@ class Scheduler:
                 tokens = self.sampler.draw(logits, counts)
                 log_probs = log_probs_of(raw, tokens, head.softcap, head.logit_scale)
             else:
-                tokens = self.sampler.draw(out, counts)
-                log_probs = log_probs_of(out, tokens)
+                scores = self.sampler.restrict(out) if self.sampler.restricts else None
+                tokens, log_probs = choose_tokens(out, scores, *draws)
             self.new_tokens[step, :, 0], self.new_log_probs[step, :, 0] = tokens, log_probs
             if self.step.routed_experts is not None:
                 self.new_experts[step, :, 0] = self.step.routed_experts
@@ -385,9 +395,9 @@ class Scheduler:
             for start in range(0, len(sharing), GROUP_ROWS):
                 part = sharing[start : start + GROUP_ROWS]
                 # Rows with the same first page have the same prompt, and share its full pages.
-                full = (part[0].begin - 1) // self.pool.page
-                if len(part) > 1 and full:
-                    groups.append(([row.slot for row in part], full * self.pool.page))
+                tokens = (part[0].begin - 1) // self.pool.page * self.pool.page
+                if len(part) > 1 and tokens >= LEAST_SHARED:
+                    groups.append(([row.slot for row in part], tokens))
         return groups
 
     def _run_rounds(self, rounds: DraftRound, steps: int, *state: Tensor) -> None:
@@ -448,6 +458,14 @@ class Scheduler:
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.page)
+
+
+def _draw_seeds(rows: list[Row], generator: torch.Generator | None, device: torch.device) -> None:
+    """Give each row a random seed, from the generator or, if it is None, from the device's global generator."""
+    device = device if generator is None else generator.device
+    seeds = torch.randint(2**62, (len(rows),), generator=generator, device=device)
+    for row, seed in zip(rows, seeds.tolist(), strict=True):
+        row.seed = seed
 
 
 def _first(values: list[list[Any]], counts: list[int]) -> list[Any]:

@@ -82,7 +82,7 @@ def test_prompts_are_stored_without_padding(monkeypatch):
     cache.step()
     new = torch.tensor([100.0, 200.0, 200.0]).view(3, 1, 1, 1).expand(3, 1, 1, 2)
     keys, values = cache.extend(0, new, -new)
-    table, lengths = cache.pages
+    table, lengths, _ = cache.pages
     assert lengths.tolist() == [21, 16, 16]
     rows = [keys[table[row].long()].flatten(0, 1)[:length, 0, 0].tolist() for row, length in enumerate(lengths)]
     assert rows == [[*range(20), 100.0], [*range(25, 40), 200.0], [*range(25, 40), 200.0]]
@@ -106,7 +106,7 @@ def test_rows_of_one_prompt_share_the_pages_that_it_fills(monkeypatch):
         cache.step()
         new = cache.of_rows(step + torch.arange(6.0)).view(8, 1, 1, 1)
         keys, values = cache.extend(0, new, -new)
-    table, lengths = cache.pages
+    table, lengths, _ = cache.pages
     assert lengths.tolist() == [39, 39, 39, 34, 34, 34, 34, 34]
     for row, (pages, length) in enumerate(zip(table.long(), lengths, strict=True)):
         row = min(row, 5)

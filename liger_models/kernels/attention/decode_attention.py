@@ -69,8 +69,9 @@ step from the first V columns of the keys. For keys of 576 columns and values of
 GROUP_ROWS = 8
 """Maximum number of rows in a group of rows that share keys."""
 
-COMBINED_COLUMNS = 128
-"""Number of columns of a head that a program of the second kernel combines."""
+COMBINED_COLUMNS, COMBINED_ELEMENTS, COMBINING_PER_SM = 128, 2**12, 4
+"""Number of columns of a head that a program of the last kernel combines, and maximum number of elements that it reads.
+A program combines several heads if there are more than `COMBINING_PER_SM` heads per multiprocessor."""
 
 
 class SharedKeys(NamedTuple):
@@ -273,34 +274,37 @@ def _shared_kernel(
 
 @triton.jit
 def _combine_kernel(
-    parts_ptr, lse_ptr, sinks_ptr, out_ptr, H, V: tl.constexpr, PARTS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    BLOCK_V: tl.constexpr, OVERLAPS: tl.constexpr,
+    parts_ptr, lse_ptr, sinks_ptr, out_ptr, ROWS, H, V: tl.constexpr, PARTS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_V columns of a head's output: the weighted sum of the outputs of all parts that have keys.
+    """Compute BLOCK_V columns of the outputs of BLOCK heads: the weighted sums of the outputs of all parts that have
+    keys. The heads of all rows are numbered from 0 to ROWS.
 
     The log-sum-exps are in base 2.
     """
     await_previous(OVERLAPS)
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     part = tl.arange(0, PARTS)
     column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    lse = tl.load(lse_ptr + row * PARTS + part)
-    most = tl.max(lse, 0)
+    at = row[:, None] * PARTS + part[None, :]
+    lse = tl.load(lse_ptr + at, mask=(row < ROWS)[:, None], other=float("-inf"))
+    most = tl.max(lse, 1)
     if HAS_SINKS:
-        sink = tl.load(sinks_ptr + tl.program_id(0) % H).to(tl.float32) * LOG2_E
+        sink = tl.load(sinks_ptr + row % H).to(tl.float32) * LOG2_E
         most = tl.maximum(most, sink)
     most = tl.where(most == float("-inf"), 0.0, most)  # the maximum is -inf if the row has no tokens
 
-    # Compute the weight of each part [PARTS], and the weighted sum of the parts [PARTS, BLOCK_V].
-    share = tl.exp2(lse - most)
-    weight = tl.sum(share, 0)
+    # Compute the weight of each part [BLOCK, PARTS], and the weighted sums of the parts [BLOCK, PARTS, BLOCK_V].
+    share = tl.exp2(lse - most[:, None])
+    weight = tl.sum(share, 1)
     if HAS_SINKS:
         weight += tl.exp2(sink - most)
     weight = tl.where(weight == 0.0, 1.0, weight)
-    inside = (lse > float("-inf"))[:, None] & (column < V)[None, :]
-    out = tl.load(parts_ptr + (row * PARTS + part)[:, None] * V + column[None, :], mask=inside, other=0.0)
-    out = tl.sum(out * share[:, None], 0) / weight
-    tl.store(out_ptr + row * V + column, out.to(out_ptr.dtype.element_ty), mask=column < V)
+    inside = (lse > float("-inf"))[:, :, None] & (column < V)[None, None, :]
+    out = tl.load(parts_ptr + at[:, :, None] * V + column[None, None, :], mask=inside, other=0.0)
+    out = tl.sum(out * share[:, :, None], 1) / weight[:, None]
+    inside = (row < ROWS)[:, None] & (column < V)[None, :]
+    tl.store(out_ptr + row[:, None] * V + column[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def _power_below(x: int) -> int:
@@ -371,9 +375,11 @@ def _decode_attention(
             CHUNKED=chunk is not None, BLOCK_M=block_m, BLOCK_REST=block_rest, **constants,
             num_warps=8 if block_m * block_v > MOST_QUERIES else 4,
         )  # fmt: skip
-        _combine_kernel[(B * H, cdiv(V, columns))](
-            results, lse, lse if sinks is None else sinks.contiguous(), out, H,
-            V=V, PARTS=parts + shared_parts, HAS_SINKS=sinks is not None, BLOCK_V=columns, **overlap(q),
+        most_heads = COMBINED_ELEMENTS // ((parts + shared_parts) * columns)
+        block = _power_below(max(min(B * H // num_programs(q, COMBINING_PER_SM), most_heads), 1))
+        _combine_kernel[(cdiv(B * H, block), cdiv(V, columns))](
+            results, lse, lse if sinks is None else sinks.contiguous(), out, B * H, H, V=V,
+            PARTS=parts + shared_parts, HAS_SINKS=sinks is not None, BLOCK=block, BLOCK_V=columns, **overlap(q),
         )  # fmt: skip
     return out
 
