@@ -53,7 +53,7 @@ For Llama 3.2 3B on an H200, a step with 128 fewer rows saves the time of a capt
 with 64 fewer rows saves it within about 300 steps.
 """
 
-LEAST_SHARED = 512
+LEAST_SHARED = 448
 """Minimum number of tokens in the pages that a group of rows shares. For fewer tokens, grouping does not save time,
 because the rows find each other's keys in the L2 cache."""
 

@@ -14,7 +14,7 @@ MLP.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.matmul.row_linear import LowRank, low_rank_pair
 from liger_models.kernels.norm.fused_norm import FusedNorm
 from liger_models.kernels.tiles import accumulate
+
+MANY_ROWS = 1024
+"""Minimum number of rows for which the product with a dense weight is added to the low-rank term."""
 
 Gradients = TypeVar("Gradients", bound=tuple[Any, ...])
 
@@ -189,13 +192,14 @@ class Product:
 
     def rows_gradient(self, dy: Any) -> tuple[Tensor, Tensor | None]:
         """Compute dn [N, C] and, with a low-rank term, g [N, R] from an `upstream` gradient."""
-        dn = input_product(dy, self.weight)
         if self.low_rank is None:
-            return dn, None
+            return input_product(dy, self.weight), None
         A, B = self.low_rank
         g = dy @ B
-        # The addition is in place, so that no second tensor [N, C] is allocated.
-        return dn.addmm_(g, A), g
+        # The additions are in place, so that no second tensor [N, C] is allocated.
+        if adds_to_low_rank(self.weight, dy):
+            return (g @ A).addmm_(dy, self.weight), g
+        return input_product(dy, self.weight).addmm_(g, A), g
 
     def gated_backward(
         self, d_product: Tensor, gate_up: Tensor, act: str, down: "Product", *, for_rows: bool,
@@ -270,12 +274,25 @@ def linear_forward(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: Low
         return rows[0]
 
     with _no_autocast(weight.device):
-        y = product(x, weight, bias)
-    if low_rank is not None:
+        if low_rank is None:
+            return product(x, weight, bias)
         A, B = low_rank
-        # The addition is in place, so that no second tensor [..., O] is allocated.
-        y.view(-1, y.shape[-1]).addmm_(linear_forward(x, A, None).view(-1, A.shape[0]), B.t())
-    return y
+        low = linear_forward(x, A, None).view(-1, A.shape[0])
+        # The additions are in place, so that no second tensor [..., O] is allocated.
+        if bias is None and adds_to_low_rank(weight, x):
+            return (low @ B.t()).addmm_(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], len(B))
+        y = product(x, weight, bias)
+        y.view(-1, y.shape[-1]).addmm_(low, B.t())
+        return y
+
+
+def adds_to_low_rank(weight: Weight, rows: Tensor) -> TypeGuard[Tensor]:
+    """Return whether the product of a weight and rows [..., C] is added to the low-rank term, not the other way around.
+
+    The product with the weight takes far longer than its result takes to be read, so adding to the low-rank term within
+    this product saves a pass over the result.
+    """
+    return isinstance(weight, Tensor) and rows.numel() >= MANY_ROWS * rows.shape[-1]
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:

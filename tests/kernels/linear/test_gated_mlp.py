@@ -242,11 +242,14 @@ def low_ranks(shape, width, out, dtype, device):
     return [torch.randn(*size, generator=generator).mul(0.25).to(device, dtype) for size in sizes]
 
 
+@pytest.mark.parametrize("many_rows", [1, 1024])
 @pytest.mark.cases(5)
 @MODES
 @NORMS
 @pytest.mark.parametrize("shape", [(11, 72), (2, 3, 64), (1, 130)], ids=str)
-def test_low_rank_terms_match_fp64(backend, shape, norm, recompute, chunk, poisoned_empty):
+def test_low_rank_terms_match_fp64(backend, shape, norm, recompute, chunk, poisoned_empty, monkeypatch, many_rows):
+    """Products with few rows, and with many, which are added to the low-rank term."""
+    monkeypatch.setattr("liger_models.kernels.linear.projection.MANY_ROWS", many_rows)
     for dtype in dtypes(backend):
         inputs, upstream = make(shape, 36, 40, dtype, backend)
         pairs = low_ranks(shape, 36, 40, dtype, backend)

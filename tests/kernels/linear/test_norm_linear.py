@@ -312,10 +312,13 @@ def with_pair(function, names, **constants):
     return lambda *tensors: with_names(function, names, low_rank=tensors[-2:], **constants)(*tensors[:-2])
 
 
+@pytest.mark.parametrize("many_rows", [1, 1024])
 @pytest.mark.cases(9)
 @OPS
 @pytest.mark.parametrize("shape", [(3, 37), (2, 3, 64), (1, 1, 64)], ids=str)
-def test_low_rank_term_matches_fp64(backend, op, shape, poisoned_empty):
+def test_low_rank_term_matches_fp64(backend, op, shape, poisoned_empty, monkeypatch, many_rows):
+    """Products with few rows, and with many, which are added to the low-rank term."""
+    monkeypatch.setattr("liger_models.kernels.linear.projection.MANY_ROWS", many_rows)
     for dtype in dtypes(backend):
         for weights in {dtype, torch.float32}:
             named, upstream = make(op, shape, 24, dtype, backend, weights)
