@@ -1,4 +1,4 @@
-"""The sum of several tensors, accumulated in fp32: out[i] = (Σ_r parts[r, i]) / divisor.
+"""Adds several tensors in fp32 and divides the sum: out[i] = (Σ_r parts[r, i]) / divisor.
 
 The kernel reads each part once and writes the result once. If there are only a few parts, PyTorch's reduction takes
 several times as long as this kernel.
@@ -18,7 +18,7 @@ part."""
 
 @triton.jit
 def _add_parts_kernel(parts_ptr, out_ptr, count, divisor, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute BLOCK elements of the sum of all parts [R, count]."""
+    """Compute BLOCK elements of the sum of the rows of ``parts`` [PARTS, count], divided by ``divisor``."""
     elements = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = elements < count
     total = tl.zeros((BLOCK,), tl.float32)

@@ -52,9 +52,9 @@ if (
     from liger_models.kernels.launch import Kernel
 
     class _Triton:
-        """The module `triton`, in which only the decorator ``jit`` is replaced.
+        """A proxy of the module `triton` that replaces only the decorator ``jit``.
 
-        Without options, the decorator creates a `Kernel`, which takes less time to launch.
+        Without options, the decorator creates a `Kernel`, whose repeated launches take less host time than Triton's.
         """
 
         def __init__(self, module: Any) -> None:
@@ -71,8 +71,8 @@ ACCELERATORS = ("cuda", "xpu")
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 _SAME_DEVICE: AbstractContextManager[Any] = nullcontext()
-"""The context manager that `on_device_of` returns if the current device need not change. Entering it takes almost no
-host time."""
+"""The context manager that `on_device_of` returns if the current device need not change. Entering this context manager
+takes almost no host time."""
 
 _reference_only = False
 _triton_assumed = False
@@ -155,7 +155,8 @@ def num_programs(x: Tensor, per_sm: int) -> int:
     """Return the grid size of a persistent kernel: ``per_sm`` programs per multiprocessor of the device of ``x``."""
     if x.device.type in ACCELERATORS:
         return _multiprocessors(x.device) * per_sm
-    # In the interpreter, few programs are enough. The number is odd, so that programs get unequal shares in tests.
+    # In the interpreter, few programs are enough. The number is odd, so that in tests the programs get unequal shares
+    # of the work.
     return 3
 
 

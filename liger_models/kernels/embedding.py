@@ -1,11 +1,11 @@
-"""Looks up table rows by id. The backward sums the gradients of equal ids.
+"""Looks up rows of a table by id. The backward sums the gradients of equal ids.
 
-The forward is y_n = w[id_n]. In the backward, dw[v] is the sum of dy_n over all n with id_n = v, in fp32. dw[v] is 0 if
-no id is v, or if v is the index of the padding row. The ids are sorted first, so that equal ids are neighbors. In a
-first kernel, each program goes through a chunk of `CHUNK` sorted ids. If all occurrences of an id are in one chunk, the
-kernel writes the sum for the row of this id. If the occurrences extend over several chunks, the kernel writes a partial
-sum in fp32 for each of these chunks. A second kernel adds the partial sums of a row in the order of the chunks. There
-are no atomic additions, so repeated runs are bitwise identical.
+The forward is y_n = w[id_n]. In the backward, dw[v] is the sum of dy_n over all n with id_n = v, accumulated in fp32.
+dw[v] is 0 if no id is v, or if v is the index of the padding row. The backward first sorts the ids, so that equal ids
+are neighbors, and then runs two kernels. In the first kernel, each program processes a chunk of `CHUNK` sorted ids. If
+all occurrences of an id are in one chunk, the kernel writes the row of dw for this id. If the occurrences extend over
+several chunks, the kernel writes a partial sum in fp32 for each of these chunks. The second kernel adds the partial
+sums of each id in the order of the chunks. There are no atomic additions, so repeated runs are bitwise identical.
 
 Only the ids are saved for the backward.
 """
@@ -25,8 +25,8 @@ In bf16, a thread of the first kernel loads one 16-byte vector of each row, and 
 the same time."""
 
 CHUNKS, STAGES = 1024, 4
-"""A program of the second kernel reads the first ids of `CHUNKS` chunks at a time, and has the loads of `STAGES`
-partial sums in flight."""
+"""To count the chunks that continue an id, a program of the second kernel reads the first ids of `CHUNKS` chunks at a
+time. The program has the loads of `STAGES` partial sums in flight."""
 
 
 def embedding_reference(weight: Tensor, ids: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -49,7 +49,7 @@ def _rows_kernel(
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < C
     before = tl.load(ids_ptr + first - 1, mask=first > 0, other=-1)
-    is_earlier = first > 0  # whether the current row begins in an earlier chunk
+    is_earlier = first > 0  # whether the current id first occurs in an earlier chunk
     total = tl.zeros([BLOCK], tl.float32)
     for i in tl.static_range(CHUNK):
         place = first + i
@@ -77,7 +77,7 @@ def _partials_kernel(
     ids_ptr, dw_ptr, partial_ptr, N, C, padding, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add the partial sums for the id that begins in the chunk of this program and ends in a later chunk."""
+    """Add the partial sums of the id that first occurs in this program's chunk and also occurs in later chunks."""
     chunk = tl.program_id(0).to(tl.int64)
     last = (chunk + 1) * CHUNK - 1
     if last + 1 >= N:
@@ -86,10 +86,10 @@ def _partials_kernel(
     if (row != tl.load(ids_ptr + last + 1)) | (row == padding):
         return
     first = chunk * CHUNK
-    if tl.load(ids_ptr + first - 1, mask=first > 0, other=-1) == row:  # the row begins in an earlier chunk
+    if tl.load(ids_ptr + first - 1, mask=first > 0, other=-1) == row:  # the id first occurs in an earlier chunk
         return
 
-    # Count the later chunks that begin with this row.
+    # Count the later chunks that begin with this id.
     count = 0
     chunks = tl.arange(0, CHUNKS)
     for start in range(chunk + 1, tl.cdiv(N, CHUNK), CHUNKS):
@@ -147,7 +147,7 @@ def embedding(weight: Tensor, ids: Tensor, padding_idx: int | None = None) -> Te
     Args:
         weight: [V, C], float32, float16 or bfloat16.
         ids: [...] int64 or int32, with values from 0 to V − 1.
-        padding_idx: index of the row that gets no gradient, from 0 to V − 1; None if every row gets one.
+        padding_idx: index of the row that gets no gradient, from 0 to V − 1; None if every row gets a gradient.
 
     Returns:
         [..., C] in the dtype of the weight.

@@ -27,7 +27,7 @@ MOST_KEPT = 4096
 the number of tokens, adds a kept kernel."""
 
 ALIGNMENT = 16
-"""Alignment in bytes. If a pointer is not a multiple of this number, Triton compiles another kernel."""
+"""Alignment in bytes. For pointers that are not multiples of this number, Triton compiles another kernel."""
 
 NO_GPU = -1
 """The device index of a CPU tensor."""

@@ -1,4 +1,4 @@
-"""Kernels that start before the previous kernel ends.
+"""Lets kernels start before the previous kernel ends.
 
 A decoding step launches hundreds of kernels, which take a few microseconds each. Between two kernels, the GPU is idle
 for about a microsecond, while the last programs of one kernel end and the first programs of the next kernel start.
@@ -31,8 +31,8 @@ _active = False
 def overlapping(active: bool = True) -> Iterator[None]:
     """Return a context manager in which kernels overlap or, with ``active=False``, do not overlap.
 
-    No kernel in this context may write to a weight. Every tensor that is passed to `row_linear` as its weight counts as
-    a weight.
+    Kernels load weights before the previous kernel ends, so no kernel in this context may write to a weight. The same
+    applies to every tensor that is passed to `row_linear` as its weight.
     """
     global _active
     before, _active = _active, active

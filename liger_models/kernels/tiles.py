@@ -29,7 +29,7 @@ def scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
             large = 1.0 - 2.0 / (exp(2.0 * tl.abs(u)) + 1.0)
             tanh = tl.where(v < 0.39, u + u * v * (small * v - 3.33332819422e-1), tl.where(u < 0.0, -large, large))
         else:
-            root = tl.rsqrt(exp(2.0 * u) + 1.0)  # squaring this is cheaper than a division
+            root = tl.rsqrt(exp(2.0 * u) + 1.0)  # a square and rsqrt are cheaper than a division
             tanh = 1.0 - 2.0 * root * root
         z = softcap * tanh
     return z
@@ -50,7 +50,10 @@ def next_power_of_2(n: int) -> int:
 
 
 def num_warps(block: int, most: int = 16) -> int:
-    """Return the number of warps for a program that holds ``block`` elements in registers, 16 elements per thread."""
+    """Return the number of warps for a program that holds ``block`` elements in registers.
+
+    Each thread holds 16 elements, or more if that would take more than ``most`` warps.
+    """
     return min(max(block // 512, 1), most)
 
 
