@@ -3,30 +3,31 @@ to 256.
 
 Queries and keys have D columns, and values have V columns. There are T queries and S keys, and query i is token i + S −
 T. A query sees a key if the key belongs to the query's document, is not after the query, and is fewer than ``window``
-tokens before the query. Let s_ij = scale · log2 e · q_i · k_j, and let m_i be a number near the largest s_ij of query
-i. Sums over j are over the keys that query i sees. The forward computes in fp32::
+tokens before the query. Let s_ij = scale · log2 e · q_i · k_j, and let m_i be either 0 or the largest s_ij of query i,
+rounded up (see below). Sums over j are over the keys that query i sees. The forward computes in fp32::
 
     Σ_i  = Σ_j exp2(s_ij − m_i)
     p_ij = exp2(s_ij − m_i) / Σ_i
     o_i  = Σ_j p_ij · v_j
 
-In the backward, let δ_i = do_i · o_i. dk and dv are also summed over the query heads that share a KV head::
+In the backward, let δ_i = do_i · o_i. The gradients are as follows, where dk and dv are also summed over the query
+heads that share a KV head::
 
     dv_j = Σ_i p_ij · do_i
     ds_ij = scale · p_ij · (do_i · v_j − δ_i)
     dq_i = Σ_j ds_ij · k_j,   dk_j = Σ_i ds_ij · q_i
 
 The forward saves q, k, v, o, m and 1 / Σ for the backward. Saving a single log-sum-exp in place of m and Σ would make p
-inaccurate: a log-sum-exp can be far from 0, and then has a large rounding error. p and ds are rounded to the dtype of
-q, as the forward rounds the attention weights.
+inaccurate: a log-sum-exp can be far from 0, and then has a large rounding error. The backward rounds p and ds to the
+dtype of q, just as the forward rounds the attention weights.
 
 The forward and the backward each run several kernels, because a single kernel would need too many registers. With a
 head dimension of 512, the o of 128 queries would fill all registers of a Hopper multiprocessor, and so would the dk and
 dv of 64 keys. With fewer queries or keys per program, the kernel would have to load more bytes per second than the
 multiprocessors can take in. At this head dimension, writing and reading the attention weights takes little time
-compared with the matrix products that use them. One kernel therefore writes the visible tiles of the weights to a
-workspace, for some queries and heads at a time. In the backward, another kernel writes the tiles of p and ds. Plain
-matrix products then read these tiles. The forward takes 2 matrix products and the backward takes 5, including the
+compared with the matrix products that use them. One kernel therefore writes the visible tiles of the attention weights
+to a workspace, for some queries and heads at a time. In the backward, another kernel writes the tiles of p and ds.
+Plain matrix products then read these tiles. The forward takes 2 matrix products and the backward takes 5, including the
 products from which the tiles are computed. The kernels run in this order::
 
     forward                                             backward
@@ -77,7 +78,7 @@ class Tiles(NamedTuple):
     """Sizes of tiles and launch options for one kind of device.
 
     Attributes:
-        block_m, block_n: number of queries and number of keys in a tile of weights (forward) or of p and ds
+        block_m, block_n: number of queries and number of keys in a tile of attention weights (forward) or of p and ds
             (backward).
         block_d: number of columns of a head per step of the kernels that write these tiles.
         weights, scores: launch options of the kernels that write these tiles in the forward and in the backward,
@@ -119,8 +120,8 @@ scores is at most FAR, m is 0. In float16, which cannot represent 2^64, m is alw
 
 PARTS = 64
 SUMS_PROGRAMS = 4
-"""For `sums_kernel`: number of key tiles whose sums a program loads at a time, and number of programs per query
-tile."""
+"""A program of `sums_kernel` loads the sums of `PARTS` key tiles at a time. Each query tile has `SUMS_PROGRAMS`
+programs."""
 
 
 def choose_tiles(x: Tensor) -> Tiles:
@@ -160,14 +161,14 @@ def bounds(documents: Tensor | None, window: int | None, B: int, S: int, like: T
         return nothing, nothing, nothing
     token = torch.arange(S, device=like.device).expand(B, -1)
 
-    # low is the later of two tokens: the first key of the window, and the earliest token of the documents to which this
-    # token and all later tokens belong. Later tokens count because documents may be in any order.
+    # low is the later of two tokens: the first token of the window, and the earliest token of the documents to which
+    # this token or any later token belongs. Later tokens count because the tokens of documents may be in any order.
     low = torch.zeros_like(token) if window is None else (token - (window - 1)).clamp_min(0)
     if documents is None:
         documents = token
     else:
         number = documents.long() - documents.amin()  # the numbers start at 0
-        number = number.clamp_max(S)  # changes nothing, because documents are numbered without gaps
+        number = number.clamp_max(S)  # keeps the index below in bounds if a document is S or larger
         first = torch.full((B, S + 1), S, device=like.device).scatter_reduce(1, number, token, "amin")
         low = torch.maximum(low, first.gather(1, number).flip(1).cummin(1)[0].flip(1))
     last = torch.searchsorted(low.contiguous(), token.contiguous(), right=True) - 1
@@ -211,6 +212,7 @@ class LaunchPlan:
         """Return the number of programs that write the workspace in a launch.
 
         With documents or a window, each tile has its own program, because some tiles take longer than others.
+        Otherwise, there are at most ``per_sm`` programs per multiprocessor, and each of them may write several tiles.
         """
         return launch.places if self.bounded else min(launch.places, num_programs(q, per_sm))
 
@@ -260,13 +262,13 @@ def _causal_attention(
     tiles, columns = plan.tiles, plan.columns(V)
 
     with on_device_of(q):
-        # Describe tiles of q and k, for computing the weights, and tiles of v, for multiplying the weights by v.
+        # Create descriptors of the tiles of q and k from which the weights are computed, and of the tiles of v.
         q, k, v = map(_aligned, (q, k, v))
         queries, keys = _heads(q, tiles.block_m, tiles.block_d), _heads(k, tiles.block_n, tiles.block_d)
         values = _heads(v, tiles.step, columns)
 
-        # Allocate the workspace, and tensors for m and the sum of each row of its tiles. Describe strips of the weights
-        # for the product.
+        # Allocate the workspace, and tensors for m and the sum of each row of its tiles. Create a descriptor of the
+        # strips of weights that the product with v reads.
         weights = plan.workspace(q)
         tile_m, tile_sums = torch.empty(2, plan.room, tiles.block_m, dtype=torch.float32, device=q.device)
         strips = _strips(weights, tiles.block_m, tiles.step)
@@ -309,8 +311,8 @@ def _causal_attention_backward(
             torch.empty(x.shape if has_sums else 0, dtype=torch.float32, device=x.device) for x in (dk, dv)
         )
 
-        # Describe the tiles for computing p and ds, then the two factors of each product: dq = ds · k, dk = dsᵀ · q
-        # and dv = pᵀ · do.
+        # Create descriptors of the tiles from which p and ds are computed, and of the two factors of each product: dq =
+        # ds · k, dk = dsᵀ · q and dv = pᵀ · do.
         queries, d_queries = (_heads(x, tiles.block_m, tiles.block_d) for x in (q, d_out))
         keys, values = (_heads(x, tiles.block_n, tiles.block_d) for x in (k, v))
         dq_factors = _strips(ds, tiles.block_m, step), _heads(k, step, columns_k)

@@ -8,7 +8,7 @@ the `Part` from them. All kernels use these names::
     place          index of a tile in the workspace, see `workspace.py`
     query, key     first query and first key of a tile
     position       token index of the tile's first query; query i is token i + S − T
-    low, last      bounds of the keys and queries that see each other (`causal_attention.bounds`), read if BOUNDED
+    low, last      bounds of the keys that a query sees, see `causal_attention.bounds`; read only if BOUNDED
 
 BLOCK_M, BLOCK_N and BLOCK_D are the numbers of queries, keys and columns of a tile. STEP is the number of queries or
 keys over which one step of a matrix product sums.
@@ -27,7 +27,7 @@ def _scale_and_mask(
     """Turn the products q · kᵀ [BLOCK_M, BLOCK_N] into the scores s. Where a query does not see a key, s is -inf."""
     # The factor log2 e is needed because the hardware computes powers of 2 instead of powers of e.
     scores *= scale * LOG2_E
-    # Without bounds, tiles below the diagonal are entirely visible.
+    # Without documents and a window, a tile below the diagonal is entirely visible and needs no mask.
     if HAS_DOCUMENTS or HAS_WINDOW or key + BLOCK_N > position:
         positions = position + tl.arange(0, BLOCK_M)
         keys = key + tl.arange(0, BLOCK_N)
@@ -121,7 +121,8 @@ def sums_kernel(
         begin = tl.load(low_ptr + batch * S + position) // BLOCK_N
     end = tl.cdiv(tl.minimum(position + BLOCK_M, S), BLOCK_N)
 
-    # m, the sum of exp2(s − m), and the largest |m| of a tile: [BLOCK_M] each, over PARTS tiles at a time.
+    # Compute m, the sum of exp2(s − m), and the largest |m| of any tile ([BLOCK_M] each), reading PARTS tiles at a
+    # time.
     rows = tl.arange(0, BLOCK_M)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -181,8 +182,9 @@ def _sum_over_keys(
         entries = (batch.to(tl.int64) * H + head) * part.T + queries
         inverse = tl.load(inverse_ptr + entries, mask=queries < part.T, other=0.0)[:, None]  # [BLOCK_M, 1]
 
-    # Compute the product, STEP keys at a time. In fp32, adding all keys one by one would cause an error larger than the
-    # differences do · v − δ in the backward.
+    # Compute the product, STEP keys at a time. In fp32, the product of each step is computed separately and then added
+    # to the total. Accumulating over all keys inside `tl.dot` would cause rounding errors larger than the differences
+    # do · v − δ in the backward.
     BY_STEP: tl.constexpr = HAS_INVERSE and out_ptr.dtype.element_ty == tl.float32
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for key in range(begin, tl.minimum(position + BLOCK_M, part.S), STEP):
@@ -207,7 +209,7 @@ def sum_over_keys_kernel(
     D: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write o = weights · v / Σ, [B, T, H, D]. A program writes BLOCK_D columns of o for BLOCK_M queries."""
+    """Write the result o = weights · v / Σ, [B, T, H, D]. A program writes BLOCK_D columns of o for BLOCK_M queries."""
     part = Part(T, S, kv_head, query_head, query_heads, query, tiles, width)
     tile = tiles - 1 - tl.program_id(2)  # the queries with the most keys first
     _sum_over_keys(
@@ -221,8 +223,8 @@ def row_products_kernel(
     out_ptr, d_out_ptr, delta_ptr, N, T, d_b, d_t, d_h, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute δ [B, H, T], the dot products of the rows of o and do, and write it. o and do are [B, T, H, D], where D
-    is the width of the values.
+    """Write δ [B, H, T]: for each query and head, the dot product of o and do. o and do are [B, T, H, D], where D is
+    the width of the values.
 
     A program computes ROWS of the N = B · T · H elements of δ.
     """
@@ -309,7 +311,8 @@ def _sum_over_queries(
     key = key_tile * BLOCK_N
     batch, first_head = slot_head(first_slot, part, H, GROUP)
 
-    # Find the queries whose tiles were written for these keys. Queries are counted from the part's first query.
+    # Find the range of queries for which this launch has tiles with these keys. Queries are counted from the part's
+    # first query.
     begin = tl.maximum(key - (part.S - part.T) - part.query, 0) // BLOCK_M * BLOCK_M
     end = tl.minimum(part.tiles * BLOCK_M, part.T - part.query)
     if BOUNDED:
@@ -327,7 +330,7 @@ def _sum_over_queries(
         factor = _load_tile(factors, batch, first_head + group_head, part.query + row, column, STEP, BLOCK_D)
         total = tl.dot(tl.trans(strip), factor, total, input_precision=PRECISION)
 
-    # Sums stay in fp32 until the last launch that sees the keys.
+    # The sums stay in fp32 until the last launch that adds to them.
     keys = key + tl.arange(0, BLOCK_N)
     columns = column + tl.arange(0, BLOCK_D)
     entries = (batch.to(tl.int64) * part.S + keys) * (H // GROUP) + first_head // GROUP
@@ -336,7 +339,7 @@ def _sum_over_queries(
     if later != 0:
         total += tl.load(sum_ptr + entries, mask=inside, other=0.0)
     if key_tile >= finished:
-        # This launch is the last one with these keys, so the sum is rounded once.
+        # No later launch adds to this sum, so the sum is rounded only once.
         tl.store(out_ptr + entries, total.to(out_ptr.dtype.element_ty), mask=inside)
     else:
         tl.store(sum_ptr + entries, total, mask=inside)
@@ -354,7 +357,7 @@ def gradients_kernel(
 
     A tile is a sum over queries or keys, and these sums have very unequal lengths. One launch computes all three
     gradients, so that a multiprocessor that has finished a long sum finds a shorter sum to compute next. The tiles are
-    ordered by the lengths of their sums, the longest first. The second index of a program is the place of its tile in
+    ordered by the lengths of their sums, the longest first. The second index of a program is the rank of its tile in
     this order. For dq, tiles whose queries see the most keys come first. For dk and dv, tiles whose keys are seen by
     the most queries come first.
     """

@@ -16,10 +16,10 @@ def softmax_step(
 ):  # fmt: skip
     """Add N keys to the online softmax of M rows, and return the new ``(total, most, weight)``.
 
-    ``scores`` [M, N] are already multiplied by log2 e. They are -inf where a row does not see a key. ``v`` [N, D] holds
+    ``scores`` [M, N] are already multiplied by log2 e, and are -inf where a row does not see a key. ``v`` [N, D] holds
     the values of the keys. ``most`` [M] is the largest score s so far, ``weight`` [M] is the sum of exp2(s − most), and
-    ``total`` [M, D] is the output multiplied by ``weight``. ALL_ROWS_SEE may be set if every row sees at least one of
-    the keys.
+    ``total`` [M, D] is the output multiplied by ``weight``. ALL_ROWS_SEE may be True only if every row sees at least
+    one of these keys.
     """
     larger = tl.maximum(most, tl.max(scores, 1))
     finite = larger

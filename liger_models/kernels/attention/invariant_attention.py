@@ -154,7 +154,7 @@ def _invariant_attention_kernel(
             v = v_ptr + slot[:, None] * v_n + kv_head * v_g + value_column[None, :]
             v = tl.load(v, mask=exists & (value_column < V)[None, :], other=0.0)
 
-            # Compute scores in base 2, [BLOCK_M, BLOCK_N], and add the step's part of the output.
+            # Compute the scores, multiplied by log2 e, [BLOCK_M, BLOCK_N], and add these keys to the online softmax.
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             scores = scale_and_cap(scores, scale, softcap, HAS_SOFTCAP) * LOG2_E
             seen = in_document[:, None] & (key[None, :] >= lowest[:, None]) & (key[None, :] <= last[:, None])
@@ -229,17 +229,16 @@ def invariant_attention(
     Args:
         q: [N, H, D], float32, float16 or bfloat16, where D is at most 576.
         k, v: [S, G, D] and [S, G, V] in the dtype of q, where H is a multiple of G, and V is at most 576. With
-            ``table``, k and v are pages [pages, P, G, D] and [pages, P, G, V], and the keys of a row are numbered in
-            the order of the row's pages.
+            ``table``, k and v are pages [pages, P, G, D] and [pages, P, G, V], and a token's keys are numbered in the
+            order of the pages that ``table`` lists for the token.
         first: [N] int32, index of the first key of each token's document.
-        last: [N] int32, index of the last key that each token sees, which is the token's own key. It is at least
-            ``first``.
+        last: [N] int32, index of the last key that each token sees, which is the token's own key; at least ``first``.
         scale: number by which q·k is multiplied.
         window: number of tokens that a token sees, including itself; None for all tokens.
         softcap: if given, scores become ``softcap · tanh(score / softcap)``.
         sinks: [H], an additional score in the softmax of each head, without a key or a value; None for no sinks.
-        table: [N, M] int32, the page indices of each token's row, in the order of the row's keys; None if the keys are
-            not in pages.
+        table: [N, M] int32, the indices of the pages that hold each token's keys, in the order of the keys; None if the
+            keys are not in pages.
 
     Returns:
         [N, H, V] in the dtype of q.

@@ -39,8 +39,8 @@ CUDNN_STEP = 128
 this condition limits the number of plans."""
 
 ROWS = 64
-"""Number of tokens of one head that a program reads. If the head dimension is 64 and the dtype bf16, a thread holds
-four 16-byte vectors."""
+"""Number of tokens that a program processes for one head. If the head dimension is 64 and the dtype bf16, a thread
+holds four 16-byte vectors."""
 
 
 def sink_attention_reference(
@@ -88,7 +88,10 @@ def _visible(B: int, T: int, window: int | None, cu_seqlens: Tensor | None, devi
 def _apply_sinks_kernel(
     out_ptr, lse_ptr, sinks_ptr, N, H, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Overwrite o [N, H, D] with y, and l [H, N] with l', for ROWS tokens of a head."""
+    """Apply a head's sink to ROWS tokens.
+
+    The output o [N, H, D] is overwritten with y, and the log-sum-exp l [H, N] is overwritten with l'.
+    """
     head = tl.program_id(1)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)
@@ -217,7 +220,7 @@ def _flash_backward(
         return dq, dk, dv
 
     bounds, longest = _bounds(q, cu_seqlens, max_seqlen)
-    # Otherwise, FlashAttention computes the packed tokens [B · T, H, D].
+    # Otherwise, the variable-length kernel runs on the flattened tokens [B · T, H, D].
     rows = [x.reshape(B * T, *x.shape[2:]) for x in (dy, q, k, v, y)]
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     grads = aten._flash_attention_backward(
@@ -297,7 +300,7 @@ FORWARD = define_op(
 
 
 def is_fused(q: Tensor) -> bool:
-    """Return whether `sink_attention` runs flash-attention kernels for q. These kernels do not store scores.
+    """Return whether `sink_attention` runs flash-attention kernels for q, which do not store the attention scores.
 
     On accelerators, q must have half precision and a head dimension of at most 256.
     """
@@ -326,8 +329,8 @@ def sink_attention(
         sinks: [H], in any floating-point dtype.
         scale: number by which q·k is multiplied.
         window: number of tokens to which a token attends, including itself; None for all tokens.
-        cu_seqlens: [n + 1] int32, bounds of the documents in the B · T flattened tokens. The bounds of all rows must
-            be among these bounds. If None, each row is a document.
+        cu_seqlens: [n + 1] int32, bounds of the documents in the B · T flattened tokens. Every boundary between two
+            rows must be among these bounds. If None, each row is a document.
         max_seqlen: upper bound of the length of a document; None for T.
 
     Returns:

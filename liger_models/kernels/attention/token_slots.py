@@ -1,14 +1,15 @@
 """Computes the positions, slots and pages of each row's next tokens in a paged cache, with one kernel.
 
 Let ``table`` be the pages of a row with L cached tokens, and let P be the number of tokens per page. The row's next n
-tokens are numbered from i = 0. Token i has the position p = L + offset + i::
+tokens are numbered from i = 0. Token i has the position p = L + offset + i. For each of these tokens, the op returns p
+and the following values::
 
     slot = table[p // P] · P + p % P          where the token is stored
     length = p + 1                            number of tokens that the token attends to
     pages = table                             a copy for each of the n tokens
 
-The tokens of an idle row are stored in slot 0, which belongs to no row. Each of these tokens has position 0 and attends
-to one token.
+A row is idle if it has no tokens left to generate. The tokens of an idle row are stored in slot 0, which belongs to no
+row. Each of these tokens has position 0 and attends to one token.
 
 Source: https://arxiv.org/abs/2309.06180.
 """
@@ -90,8 +91,9 @@ def token_slots(table: Tensor, lengths: Tensor, remaining: Tensor, *, n: int, of
 
     Returns:
         ``(positions, slots, lengths, pages)``: [rows · n, 1] int64, [rows · n] int64, [rows · n] int32 and [rows · n,
-        W] int32. The length of a token is the number of tokens that it attends to. Its pages are the pages of its row.
-        The n tokens of a row are consecutive.
+        W] int32. The slot of a token is the place in the cache where the token is stored. The length of a token is the
+        number of tokens to which it attends. The pages of a token are the pages of its row. The n tokens of a row are
+        consecutive.
     """
     if not use_triton_for_integers(table):
         return token_slots_reference(table, lengths, remaining, n, offset, page)

@@ -4,12 +4,11 @@ The workspace is a stack of tiles [BLOCK_M queries, BLOCK_N keys]. The index of 
 launch fills the workspace for a part of the queries and for some query heads. These query heads are called the *slots*
 of the launch. A tile has a place only if, under the causal mask alone, at least one of its queries sees at least one of
 its keys. Later queries see more keys, so a later query tile has more places than an earlier query tile. Query tiles are
-paired such that every pair sees about the same number of keys in total. The places of a slot then form a rectangle. If
-the number of query tiles is even, the last tile is paired with the first, the second to last with the second, and so
-on. If the number of query tiles is odd, the last tile has no partner, and the other tiles are paired in the same way.
-For example, query tiles 0 to 4 make 3 pairs with 5 places each. The table below has one entry for each place. The entry
-is the number of the query tile to which the place belongs. The key tiles of a query tile are at consecutive places, in
-order::
+paired such that every pair sees about the same number of keys in total. The places of a slot then form a rectangle with
+one row for each pair. If the number of query tiles is even, the last tile is paired with the first, the second to last
+with the second, and so on. If the number of query tiles is odd, the last tile has no partner, and the other tiles are
+paired in the same way. For example, query tiles 0 to 4 make 3 pairs with 5 places each. The key tiles of a query tile
+are at consecutive places, in ascending order. In this example, the places belong to the following query tiles::
 
     pair 0    4 4 4 4 4
     pair 1    3 3 3 3 0
@@ -39,7 +38,8 @@ class Part(NamedTuple):
     """The heads and queries of a launch.
 
     Kernels take the fields as separate arguments and build the tuple from them. If a kernel took the tuple itself,
-    Triton would specialize the tuple's entries, and would compile a new kernel for each launch.
+    Triton would specialize the kernel for the values in the tuple, and would therefore compile a new kernel for each
+    launch.
 
     Attributes:
         T: number of queries in a row of the batch.
@@ -90,7 +90,7 @@ def slot_head(slot, part, H: tl.constexpr, GROUP: tl.constexpr):
 def first_place(slot, tile, part, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the place of the first key tile that a query tile sees.
 
-    The other key tiles that the query tile sees have the places after this one.
+    The other key tiles that the query tile sees are at the places after this one.
     """
     upper = tile >= part.tiles // 2  # True for the later tile of a pair, whose places come first
     pair = tl.where(upper, part.tiles - 1 - tile, tile + part.tiles % 2)
@@ -132,14 +132,14 @@ def tile_at(
 
 
 class Launch(NamedTuple):
-    """The heads and queries that one launch processes. All their attention weights fit into the workspace together.
+    """The heads and queries of one launch, whose attention weights fit into the workspace together.
 
     Attributes:
         part: the heads and queries.
         kv_heads: number of KV heads in this launch, out of the B · G KV heads of all rows.
         key_tiles: number of key tiles that the queries see.
-        later: whether an earlier launch has already summed dk and dv for these keys and KV heads. If so, this launch
-            adds to these sums.
+        later: whether an earlier launch has already begun the sums of dk and dv for these keys and KV heads. If so,
+            this launch adds to these sums.
         finished: index of the first key tile for which no later launch adds to the sums of these KV heads.
     """
 
@@ -166,7 +166,8 @@ def parts_of_queries(
     """Divide the queries into parts with about equal numbers of visible pairs of a query and a key.
 
     Return the number of heads per launch, and the parts. Each part is a tuple: its first query, its number of query
-    tiles, and the number of places per pair of query tiles. For this number of heads, one part fits into the workspace.
+    tiles, and the number of places per pair of query tiles. The workspace has room for one part of this number of
+    heads.
 
     Args:
         T: number of queries.
@@ -200,8 +201,8 @@ def launches(q: Tensor, k: Tensor, block_m: int, block_n: int, backward: bool) -
 
     The forward processes all query heads of a KV head before the next KV head, so that keys are still in the cache when
     they are read again. A launch of the backward first takes one query head of as many KV heads as fit. Each additional
-    KV head adds tiles of dk and dv, which run in parallel. An additional query head of the same KV head adds no tiles.
-    A launch of the backward therefore takes several query heads per KV head only if all KV heads fit.
+    KV head adds tiles of dk and dv, which are computed in parallel. An additional query head of the same KV head adds
+    no such tiles. A launch of the backward therefore takes several query heads per KV head only if all KV heads fit.
     """
     (B, T, H, _), (_, S, G, _) = q.shape, k.shape
     heads, parts = parts_of_queries(T, S, block_m, block_n, matrices=2 if backward else 1)

@@ -1,8 +1,8 @@
-"""Normalizes and rotates the rows of latent attention, and writes them into the pages of a cache, in place.
+"""Writes the latents and rotated keys of multi-head latent attention into the pages of a cache, in place.
 
 A new token n has a latent c_n, from which its keys and values are computed, and r_n, the part of its key that all heads
 share. Usually, the token also has a latent q_n, from which its queries are computed. N_c and N_q are RMSNorms, and
-slots are as in `write_pages`. Pages have one row per token::
+slots are as in `write_pages`. A page has one row for each of its P tokens. The op computes::
 
     pages[s // P, s % P] = [N_c(c_n), rotate(r_n)]        with s = slots[n] >= 0
     q'_n = N_q(q_n)
@@ -82,7 +82,7 @@ def _write_latents_kernel(
 ):  # fmt: skip
     """Write [normalized latent, rotated part of the key] of a token into the token's slot in a page.
 
-    Programs with the second index 1 write no row. They normalize the latent of the token's queries.
+    Programs whose second index is 1 normalize the latent of the token's queries instead.
     """
     start_next(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)

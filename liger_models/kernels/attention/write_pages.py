@@ -73,7 +73,7 @@ WRITE_PAGES = define_op("write_pages", _write_pages, lambda *_: None)
 def write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Write the keys and values of new tokens into pages, in place.
 
-    If several tokens have the same slot, only one of these tokens is written. Which one is undefined.
+    If several tokens have the same slot, only one of these tokens is written, and it is undefined which one.
 
     Args:
         keys, values: the pages, [pages, P, G, D] and [pages, P, G, V], contiguous. V may be 0.
