@@ -2,10 +2,10 @@
 
     out_j = rows_j · m_j / (1 − p)      each element of m_j is 1 with probability 1 − p, otherwise 0
 
-Each row belongs to a copy of a token. For gate and up, the random numbers of a row depend only on the seed and on the
-token, so the same elements are dropped in all copies of a token. For down, the random numbers depend on the seed and on
-the copy. Only the seed is saved. The backward generates the same m_j from the seed, and multiplies the gradient by m_j
-/ (1 − p).
+Each token has one copy for each of its experts, and each row belongs to one copy. For gate and up, the random numbers
+of a row depend only on the seed and on the token, so the same elements are dropped in all copies of a token. For down,
+the random numbers depend on the seed and on the copy. Only the seed is saved. The backward generates the same m_j from
+the seed, and multiplies the gradient by m_j / (1 − p).
 """
 
 import torch
@@ -53,7 +53,7 @@ def drop(rows: Tensor, order: Tensor, seed: Tensor, dropout: float, K: int, numb
         seed: [2], from `draw_seed`.
         dropout: the probability p.
         K: number of copies with consecutive indices in which the same elements are dropped.
-        number: index of the seed to use.
+        number: index in ``seed`` of the seed to use.
     """
     out = torch.empty_like(rows)
     S, W = rows.shape

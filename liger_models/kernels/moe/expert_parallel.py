@@ -2,7 +2,8 @@
 
 A token is sent once to each rank that holds at least one of its experts, together with its routing weights and the
 indices of its experts. The receiving rank computes the outputs of its experts as in `experts`, and sends back the
-weighted sum s_j of these outputs::
+weighted sum s_j of these outputs. The sending rank copies its tokens to the rows r_j of a send buffer, and later adds
+the sums that it gets back::
 
     r_j = x_n                     permute: for each rank r that receives token n, in row j = slot[n, r]
     y_n = Σ_r s_slot[n,r]         unpermute
@@ -26,9 +27,10 @@ from liger_models.kernels.moe.permutation import permute, unpermute
 
 
 class _Permute(torch.autograd.Function):
-    """Copies each token's row to the token's slots: [N, C] -> [M, C]. Slots that are M or larger are skipped.
+    """Copies row n of x [N, C] to the rows slot[n] of the result [M, C].
 
-    The gradient of a token is the sum, computed in fp32, of the gradients in its slots.
+    Entries of ``slot`` that are M or larger are skipped. The gradient of row n is the sum, computed in fp32, of the
+    gradients of the rows slot[n].
     """
 
     @staticmethod
@@ -43,7 +45,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _Unpermute(torch.autograd.Function):
-    """Sums the rows in each token's slots: [M, C] -> [N, C].
+    """Adds the rows slot[n] of the input [M, C], and writes the sum to row n of the result [N, C].
 
     The forward is the backward of `_Permute`, and the backward is the forward of `_Permute`.
     """

@@ -1,8 +1,8 @@
-"""The experts of a mixture: MLPs, computed as grouped products over tokens that are sorted by expert.
+"""The MLPs of a mixture of experts, computed as grouped matrix products over tokens that are sorted by expert.
 
 The N · K copies of the tokens are sorted as in `permutation`: copy k of token n is row j = slot[n, k], and e is the
 expert of this copy. A is one of the activations of `expert_act`. If the activation A has no gate, u_j holds only up.
-Without biases, bgu = bd = 0::
+Without biases, bgu = bd = 0. The forward is::
 
     r_j = x_n                             permute
     u_j = Wgu_e · r_j                     grouped product; gate and up interleaved
@@ -14,7 +14,7 @@ row.
 
 In the backward, multiplying by the routing weight w_nk before or after a linear map gives the same result. The
 multiplication is cheapest where rows are narrow. dy is therefore copied without the weight. A later kernel, which reads
-u and g, multiplies by the weight and does all other elementwise work::
+u and g, multiplies by the weight and does all other elementwise work. The backward is::
 
     d_j = dy_n                            permute
     g_j = Wd_eᵀ · d_j                     grouped product; the gradient of A(u_j), without the routing weight
@@ -25,25 +25,26 @@ u and g, multiplies by the weight and does all other elementwise work::
     dx_n = Σ_k Wgu_eᵀ · du_slot[n,k]      grouped product, then unpermute without weights
 
 A low-rank term B_e · A_e may be added to each matrix W_e. (A_e is a matrix, not the activation.) The sum W_e + B_e ·
-A_e is never computed: A_e and B_e have grouped products of their own, and the backward recomputes A_e · r_j and A_e ·
-p_j::
+A_e is never computed: A_e and B_e have grouped products of their own. The backward recomputes A_e · r_j and A_e · p_j,
+and the gradients of A_e and B_e are::
 
     dB_e = Σ_j du_j ⊗ (A_e · r_j),   dA_e = Σ_j (B_eᵀ · du_j) ⊗ r_j     gate and up
     dB_e = Σ_j d_j ⊗ (A_e · p_j),    dA_e = Σ_j (B_eᵀ · d_j) ⊗ p_j      down
 
-The inputs r_j and A(u_j) of low-rank terms may have dropout. The forward saves only the seed of the dropout, from which
-the backward generates the same random numbers.
+Dropout may be applied to r_j and A(u_j), the inputs of the low-rank terms. The forward saves only the seed of the
+dropout, from which the backward generates the same random numbers.
 
-Frozen matrices may be quantized (`FrozenWeight`). The matrices of a projection are dequantized right before each
-product, and freed after the product. If the backward recomputes u, it dequantizes the matrices of gate and up only
+Frozen matrices may be quantized (`FrozenWeight`). With few rows per expert, the forward reads the quantized matrices
+directly (see `few`). Otherwise, the matrices of a projection are dequantized right before each product, and the dense
+matrices are freed after the product. If the backward recomputes u, it dequantizes the matrices of gate and up only
 once, and uses them for both u and dx.
 
-The forward saves order, slot, ends, the weights in their stored form, and u (without its bias). x is saved only for the
-gradients of the gate and up matrices, or to recompute u. With ``recompute``, u is not saved. The backward then
-recomputes u, bitwise identical to the u of the forward, and overwrites u with du. The sorted copies of x and the gated
-product are never saved. Gradients that are not needed are not computed. Every other gradient has the dtype of its
-input. The backward is a single op, so that compilers do not see that tensors are recomputed. A compiler that saw the
-recomputation would save the tensors in the forward instead.
+The forward saves order, slot, ends, the routing weights, the experts' parameters (quantized matrices in quantized
+form), and u before the bias is added. x is saved only for the gradients of the gate and up matrices, or to recompute u.
+With ``recompute``, u is not saved. The backward then recomputes u, bitwise identical to the u of the forward, and
+overwrites u with du. The sorted copies of x and the gated product are never saved. Gradients that are not needed are
+not computed. Every other gradient has the dtype of its input. The backward is a single op, so that compilers do not see
+that tensors are recomputed. A compiler that saw the recomputation would save the tensors in the forward instead.
 
 Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2211.15841, https://arxiv.org/abs/2512.14080 (gradient
 of the routing weights without the experts' outputs).
@@ -259,8 +260,8 @@ def _act_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Launch the kernel of the activation's backward, and return ``(d_gate_up, weighted product, d_weights)``.
 
-    The weighted product overwrites g. Results that are not needed are None. ``d_rows`` is needed if the down projection
-    has a bias.
+    The weighted product, which overwrites g, is the gated product multiplied by the routing weight. Results that are
+    not needed are None. ``d_rows`` is needed if the down projection has a bias.
     """
     S, F = gate_up.shape[0], gate_up.shape[1] // inputs_of(act)
     d_gate_up = (gate_up if overwrite_gate_up else torch.empty_like(gate_up)) if need_d_gate_up else None
@@ -328,8 +329,8 @@ def _input_gradient(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradient [S, in] of the input rows of `_product`.
 
-    The second result is the gradient [S, R] of rows · Aᵀ, the first product of the low-rank term. It is None if there
-    is no low-rank term.
+    The second result is the gradient [S, R] of rows · Aᵀ, the first product of the low-rank term. Without a low-rank
+    term, the second result is None.
     """
     d_rows = grouped_mm(d_out, dense(weight), ends, library)
     if low_rank is None:
@@ -411,7 +412,7 @@ class MoEOutputs(NamedTuple):
 
     Attributes:
         y: [N, C].
-        order, slot, ends: the order of the sorted copies, as returned by `sort_by_expert`.
+        order, slot, ends: the results of `sort_by_expert`.
         u: [S, 2 F], gates and ups without their bias; None with ``recompute``.
     """
 
@@ -680,7 +681,7 @@ def moe_mlp(
         act: the activation: "silu", "gelu_tanh", "gelu", "clamped_swiglu" (GPT-OSS), or "relu2" (Nemotron 3). "relu2"
             is the square of ReLU, without a gate. "clamped_swiglu" is ``(clamp(up, -limit, limit) + 1) * gate *
             sigmoid(1.702 * gate)``, where gate is clamped to at most limit.
-        limit: the limit of "clamped_swiglu", a positive number. Other activations ignore it.
+        limit: the limit of "clamped_swiglu", a positive number. Other activations ignore the limit.
         recompute: whether to recompute gate and up in the backward instead of saving them. This takes one more grouped
             product and does not change the gradients. The reference backend ignores this option.
         dropout: probability of dropping an element of the low-rank terms' inputs. The same elements of x are dropped
@@ -691,8 +692,8 @@ def moe_mlp(
             match, this addition takes no separate launch.
 
     Returns:
-        [N, C] in the dtype of ``gate_up_weight``. If the dtype of ``addend`` differs, both are promoted to their common
-        dtype.
+        [N, C] in the dtype of ``gate_up_weight``. If ``addend`` has another dtype, PyTorch's type promotion determines
+        the dtype of the result.
 
     Raises:
         ValueError: the shapes do not match, or the activation is unknown.

@@ -1,7 +1,7 @@
 """Products of a few rows with their experts' matrices. The products take about as long as reading the matrices.
 
-These kernels are for decoding steps, and compute no gradients. Copy k of token n has the number s = n · K + k, as in
-`permutation`. e is the expert of this copy, and A is one of the activations of `expert_act`::
+These kernels are for decoding steps, and compute no gradients. Copy k of token n has the index s = n · K + k, as in
+`permutation`. e is the expert of this copy, and A is one of the activations of `expert_act`. Three kernels compute::
 
     g_s = A(Wgu_e · x_n + bgu_e)          one kernel
     o_s = Wd_e · g_s                      one kernel
@@ -9,9 +9,9 @@ These kernels are for decoding steps, and compute no gradients. Copy k of token 
 
 The copies are not sorted. The matrix of each expert is divided into blocks of rows. Each copy has one program for every
 block of its expert's matrix. All copies with the same expert are grouped in tiles of up to `FEW_ROWS` copies. Only the
-programs of the first copy in a tile do any work: they find the other copies in the tile, and multiply all of them
-together. If there is only one token, all its copies have different experts. Each copy is then multiplied separately,
-without matrix units, as in `row_linear`.
+programs of the first copy in a tile do any work: they find the other copies in the tile, and multiply all copies of the
+tile together. If there is only one token, all its copies have different experts. Each copy is then multiplied
+separately, without matrix units, as in `row_linear`.
 
 If a backward follows, the copies are sorted by expert. `few_product` then multiplies the sorted rows by frozen
 matrices, also in tiles of up to `FEW_ROWS` rows. All these kernels read matrices in their stored form (dense, float8,
@@ -38,7 +38,7 @@ from liger_models.kernels.overlap import await_previous, end_previous, overlap, 
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 FEW_ROWS = 16
-"""Number of rows per tile. These kernels run if experts have at most this many rows on average."""
+"""Number of rows per tile. The kernels of this file run if the experts have at most this many rows on average."""
 
 FEW_COPIES = 128, 512
 """To find the copies of one expert, a program reads the experts of all copies in one block, which has one of these two
@@ -58,8 +58,8 @@ H200."""
 ROW_TILES = {"gate_up": (8, 256, 2, 3), "biased": (16, 256, 4, 1), "down": (8, 128, 1, 4), "frozen": (4, 256, 1, 3)}
 """Options for a single row: number of results per tile, number of columns per step, number of warps, and number of
 steps in flight. "gate_up" and "down" are for dense matrices, and "frozen" is for all frozen matrices. "biased" is for
-dense gate and up matrices with biases. With the options of "gate_up", their kernel alone would be 8 % faster, but whole
-decoding steps have not been measured with these options."""
+dense gate and up matrices with biases. With the options of "gate_up", the kernel for matrices with biases would be 8 %
+faster on its own, but whole decoding steps have not been measured with these options."""
 
 
 @triton.jit
@@ -167,7 +167,7 @@ def _few_nf4_kernel(
         columns = (tl.program_id(0) % tiles_out) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
         known = columns < OUT
         pairs = tl.arange(0, BLOCK_IN // 2)
-        # The rows of all experts' matrices are numbered consecutively. A byte of codes holds two numbers.
+        # The rows of all experts' matrices are numbered consecutively. Each byte holds the codes of two numbers.
         matrix_row = expert * OUT + columns
         mean = tl.load(mean_ptr + expert).to(tl.float32)
         a_ptrs = rows_ptr + (rows // K)[:, None] * IN + 2 * pairs[None, :]
@@ -177,7 +177,7 @@ def _few_nf4_kernel(
             block = matrix_row * (IN // BLOCK_IN) + step
             scale = nf4_scale(scale_ptr, factor_ptr, mean, block, known, stored, SCALES_PER_FACTOR)[:, None]
             pair = tl.load(code_ptrs + step * (BLOCK_IN // 2), mask=known[:, None], other=0).to(tl.int32)
-            # Dequantize both numbers of a byte, as when the dense weight is computed. x is read with a stride of 2, so
+            # Dequantize both numbers of a byte exactly as `FrozenWeight.dense` does. x is read with a stride of 2, so
             # that its columns match either the first or the second numbers of the bytes.
             upper = (tl.load(table_ptr + (pair >> 4)).to(tl.float32) * scale).to(stored).to(dtype)
             lower = (tl.load(table_ptr + (pair & 15)).to(tl.float32) * scale).to(stored).to(dtype)
@@ -218,7 +218,7 @@ def _few_groups_kernel(
             scale = group_scale(scale_ptr, whole_ptr, matrix_row * G + group, matrix_row, there, SCALES, WHOLE)
             k = (start * PAIRS + tl.arange(0, STEP))[None, :]
             pair = tl.load(code_ptr + matrix_row * (IN // 2) + k, mask=known & (k < IN // 2), other=0).to(tl.int32)
-            # Dequantize both numbers of a byte as when the dense weight is computed. x is read with a stride of 2.
+            # Dequantize both numbers of a byte exactly as `FrozenWeight.dense` does. x is read with a stride of 2.
             pair = tl.reshape(pair, [BLOCK_OUT, GROUPS, PAIRS])
             lower = group_rounded(group_number(pair & 15, table_ptr, CODES) * scale[:, :, None], HALF).to(dtype)
             upper = group_rounded(group_number(pair >> 4, table_ptr, CODES) * scale[:, :, None], HALF).to(dtype)
@@ -245,11 +245,12 @@ def _few_kernel(
     """Multiply row s // K by the matrix of the expert of copy s, for each copy s. Each step reads BLOCK_IN columns of
     BLOCK_OUT rows of the expert's matrix.
 
-    Each row has one scale or, if WIDTH is not 0, one scale for every WIDTH columns. WIDTH is a multiple of BLOCK_IN.
+    With SCALED, each row of a matrix has one scale or, if WIDTH is not 0, one scale for every WIDTH columns. WIDTH is a
+    multiple of BLOCK_IN.
 
     With EARLY, the kernel loads the part of the matrix for its first step while the previous kernel is still running.
     EARLY is allowed only if there is a single token, and if the previous launch ran this kernel for the same token
-    without EARLY. That launch has then waited for the kernel that writes the experts.
+    without EARLY. The previous launch has then already waited for the kernel that writes the experts.
     """
     if EARLY:
         start_next(OVERLAPS)
@@ -282,7 +283,7 @@ def _few_kernel(
             i = (start + tl.arange(0, BLOCK_IN))[None, :]
             a = tl.load(a_starts + i, mask=inside[:, None] & (i < IN), other=0.0)
             weight = tl.load(weight_ptr + matrix_row * IN + i, mask=known & (i < IN), other=0.0)
-            # Dequantize exactly as when the dense weight is computed, where blocks are rounded to bf16.
+            # Dequantize exactly as `FrozenWeight.dense` does, which rounds blocks to bf16.
             if WIDTH:
                 scale = tl.load(scale_ptr + matrix_row * tl.cdiv(IN, WIDTH) + start // WIDTH, mask=known, other=0.0)
                 weight = _numbers(weight, scale).to(tl.bfloat16).to(dtype)
@@ -354,7 +355,8 @@ def _launch(
         storage = "groups"
 
     # For groups of 4-bit codes, a step reads whole groups. In all other formats, the columns of a step must share a
-    # scale. In NF4 and "blocks", these are columns of the same block. Otherwise, they may be any columns of a row.
+    # scale. In NF4 and "blocks", the columns of a step therefore belong to one block. In the remaining formats, a step
+    # may read any columns of a row.
     one_row = one_row and storage != "nf4"
     block_rows, warps, most_stages = FEW_ROWS, FEW_WARPS, FEW_STAGES
     block_out, block_in = (FEW_BLOCKS if results <= FEW_COPIES[0] else MANY_BLOCKS)[storage]
@@ -401,7 +403,10 @@ def _launch(
 
 
 def few_product(rows: Tensor, weight: Any, ends: Tensor) -> Tensor:
-    """Multiply each sorted row by the transposed matrix of its expert: [S, C] -> [S, O]. ``ends`` is [X] int32."""
+    """Multiply each sorted row by the transposed matrix of its expert: [S, C] -> [S, O].
+
+    ``ends`` [X] int32 holds the index after the last row of each expert.
+    """
     return _launch(rows, weight, ends, len(rows), 1, is_sorted=True)
 
 

@@ -1,7 +1,7 @@
 """Grouped matrix products: the rows of each expert are multiplied by the matrix of this expert.
 
-Rows are sorted by expert, and expert e has the rows from ends[e − 1] to ends[e] − 1. The sums are over the rows j of
-expert e, and are 0 for an expert without rows::
+Rows are sorted by expert, and expert e has the rows from ends[e − 1] to ends[e] − 1. There are three operations, whose
+sums are over the rows j of expert e. The sums are 0 for an expert without rows::
 
     product       out_j = rows_j · W_e             for every row j of e
     outer         out_e = Σ_j left_j ⊗ right_j
@@ -31,8 +31,9 @@ PRODUCT_STAGES = 3
 SUM_BLOCK = (32, 128)
 """Options of the Triton kernels. `PRODUCT_BLOCKS` and `PRODUCT_WARPS` map the size of an element in bytes to the tile
 shape (both dimensions of the result, then the dimension that is summed) and to the number of warps. `PRODUCT_STAGES` is
-the number of pipeline stages. 16-bit dtypes take 96 KB of shared memory, which Ampere, Ada and Hopper GPUs all have.
-`SUM_BLOCK` is the number of rows and the number of columns that a program of `grouped_sum` reads at a time."""
+the number of pipeline stages. With 16-bit dtypes, a program takes 96 KB of shared memory, which Ampere, Ada and Hopper
+GPUs all have. `SUM_BLOCK` is the number of rows and the number of columns that a program of `grouped_sum` reads at a
+time."""
 
 
 def _row_counts(ends: Tensor) -> list[int]:
@@ -188,10 +189,10 @@ def library_runs(gate_up_weight: Tensor, down_weight: Tensor) -> bool:
 
     PyTorch's grouped_mm is used only where it is a single CUTLASS kernel, so that the host does not wait for the
     device. This is the case in bf16 on Hopper, for fewer than 1024 experts, if the rows of the experts' matrices
-    consist of whole 16-byte vectors. Each expert may have any number of rows. grouped_mm is not used on Blackwell,
-    where it returns a nonzero weight gradient for an expert without rows (pytorch#172439). In all other cases,
-    grouped_mm would loop over the experts, and the host would wait for the device. Inside `batch_invariant`, the Triton
-    kernel runs, because its tile shape is the same for any number of rows.
+    consist of whole 16-byte vectors. Each expert may have any number of rows. With other dtypes, shapes or GPUs,
+    grouped_mm may loop over the experts, and the host would then wait for the device. On Blackwell, grouped_mm is not
+    used because it returns a nonzero weight gradient for an expert without rows (pytorch#172439). Inside
+    `batch_invariant`, the Triton kernel runs, because its tile shape is the same for any number of rows.
     """
     return (
         cuda_capability(gate_up_weight.device)[0] == 9

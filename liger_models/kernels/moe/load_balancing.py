@@ -33,7 +33,7 @@ def load_balancing_loss(
             ranks, and the mean of the ranks' gradients is the gradient of the loss.
 
     Returns:
-        The loss [] fp32, which is the same on all ranks. It is 0 if there are no rows.
+        The loss [] fp32, which is the same on all ranks. The loss is 0 if there are no rows.
 
     Raises:
         ValueError: there is no layer, or the mask does not match the rows.

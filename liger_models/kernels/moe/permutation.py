@@ -2,7 +2,7 @@
 
 Each of N tokens has K copies, one for each of its experts. The copies are sorted by expert. The sort is stable, so the
 tokens of an expert stay in order. Copy k of token n becomes row j = slot[n, k], and order[j] = n · K + k is the index
-of this copy. Expert e has the rows from ends[e − 1] to ends[e] − 1::
+of this copy. Expert e has the rows from ends[e − 1] to ends[e] − 1. Two functions move rows between the two orders::
 
     permute       r_j = x_n                        each token's row is read once and written K times
     unpermute     y_n = Σ_k w_nk · r_slot[n,k]     in fp32, in the order of k, and so bitwise identical in every run
@@ -29,8 +29,8 @@ program reads the experts of all copies twice. The experts' indices are stored a
 cache. The programs exchange no data, so a single launch suffices."""
 
 ROW_BLOCK = 1024
-"""Maximum number of columns that a program of `permute` or `unpermute` moves. In bf16, each thread of such a program
-moves one 16-byte vector of each row. The loads or stores of all K rows are in flight at the same time."""
+"""Maximum number of columns that a program of `permute` or `unpermute` processes. In bf16, each thread of such a
+program processes one 16-byte vector of each row. The loads or stores of all K rows are in flight at the same time."""
 
 MAX_COPIES = 2**30
 MAX_EXPERTS = 2**15 - 1
@@ -40,8 +40,8 @@ block beyond the last copy. Indices of experts are 16-bit integers."""
 
 @triton.jit
 def _sort_kernel(experts_ptr, order_ptr, slot_ptr, ends_ptr, S, BLOCK: tl.constexpr):
-    """Program e writes the indices of expert e's copies to ``order``, after the indices for all earlier experts. It
-    also writes the slots of these copies, and the end of the expert's rows.
+    """Program e writes the indices of expert e's copies to ``order``, after the indices for all earlier experts. The
+    program also writes the slots of these copies, and the end of the expert's rows.
     """
     expert = tl.program_id(0)
     indices = tl.arange(0, BLOCK)
@@ -161,7 +161,8 @@ def unpermute(
         weights: [N, K], the factors by which the rows are multiplied; None for a sum without weights.
         N: number of tokens.
         dtype: dtype of the result.
-        bias: [X, C], a bias of each expert, which is added to the rows before they are multiplied; None for no bias.
+        bias: [X, C], the bias of each expert, which is added to the expert's rows before the rows are multiplied by
+            their weights; None for no bias.
         experts: [N, K] int64, the expert of each copy; needed only with ``bias``.
         addend: [N, C] in ``dtype``, which is added to the rounded sums; None to add nothing.
     """

@@ -13,15 +13,15 @@ largest c of its experts, or the sum of the two largest. For some or all tokens,
 reuse experts that were chosen earlier (routing replay). With ``round_weights``, w is rounded to the dtype of the
 logits.
 
-In the backward, let d[T_k] = scale · dw_k, and let d be 0 for all experts outside T. q is the softmax over all experts
-or, with ``normalize``, over T only::
+In the backward, let d[T_k] = scale · dw_k, and let d be 0 for all experts outside T. Let q be the softmax over all
+experts or, with ``normalize``, over T only. The gradient of the logits is::
 
     dl = q · (d − Σ_x q_x · d_x)                     softmax
     dl = s · (1 − s) · d                             sigmoid
     dl = s · (1 − s) / S · (d − Σ_x s_x · d_x / S)   sigmoid with normalize, over T, where S = Σ_j s[T_j] + epsilon
 
 With the score "sparsemixer", the experts are chosen one after the other, each with a softmax of its own. For the k-th
-expert, let R be the set of experts that are not chosen yet, and let m be the largest logit in R::
+expert, let R be the set of experts that are not chosen yet, and let m be the largest logit in R. Then::
 
     A = experts x in R with m − l_x ≤ tolerance · max(|l_x|, m), and T_k
     T_k = the expert with logit m       if it is not given
@@ -206,7 +206,7 @@ def _ordered(numbers):
     """Map fp32 numbers to int32 integers, and preserve their order. All results are above −2147483647, which marks
     excluded experts.
 
-    NaN is mapped to the largest integer.
+    A NaN with a positive sign, as GPUs compute it, is mapped to a larger integer than infinity.
     """
     bits = numbers.to(tl.int32, bitcast=True)
     return tl.maximum(tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -2147483646)
@@ -226,7 +226,7 @@ def _best_groups(
         inside = tl.where((group == g)[None, :], choice, float("-inf"))
         score = tl.max(inside, 1)
         if TOP2:
-            # Find the second largest score. It is the largest score without the first expert that has the largest
+            # Find the second largest score: the largest score of all experts except the first one that has the largest
             # score.
             first = tl.min(tl.where(inside == score[:, None], lanes[None, :], BLOCK_X), 1)
             score += tl.max(tl.where(lanes[None, :] == first[:, None], float("-inf"), inside), 1)
@@ -434,13 +434,14 @@ def route(
         logits: [N, X], float32, float16 or bfloat16.
         routing: how experts are chosen and weighted. If several experts have equal scores, the first of them are
             chosen. The reference backend may choose any of them.
-        bias: [X] in float32, added to the scores only for the choice of experts. It gets no gradient. None for 0.
+        bias: [X] in float32, added to the scores only for the choice of experts. The bias gets no gradient. None for no
+            bias.
         given: [N, K] integers, K different experts for each token, which replace the router's choice. The weights of
             these experts are computed from the logits. A token whose first entry is negative is routed by its logits.
 
     Returns:
-        ``(weights, experts)``: [N, K] in fp32, and [N, K] in int64. The best choice is first, or the experts are in the
-        order of ``given``.
+        ``(weights, experts)``: [N, K] in fp32, and [N, K] in int64. The experts of a token are ordered from the best to
+        the worst or, if they are given, as in ``given``.
 
     Raises:
         ValueError: ``logits`` is not [N, X], ``routing`` does not fit X experts, ``bias`` is not [X], or ``given`` is
