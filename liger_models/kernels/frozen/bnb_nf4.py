@@ -2,9 +2,10 @@
 
     W = bf16(table[code] · scale)        one scale per 64 columns of a row
 
-The format of `nf4_linear` has the same codes, but different scales: torchao rounds scales to 8 bits on a uniform grid,
-whereas bitsandbytes rounds them to the numbers in a table. This format stores scales in fp32, so W is bitwise identical
-to the weight that bitsandbytes dequantizes. A weight takes 4.5 bits per element. See `groups` for the kernels.
+The format of `nf4_linear`, which is torchao's, differs in two points. torchao rounds the numbers in the table to four
+digits, and rounds scales to 8 bits on a uniform grid, whereas bitsandbytes rounds scales to the numbers in another
+table. This format stores scales in fp32, so W is bitwise identical to the weight that bitsandbytes dequantizes. A
+weight takes 4.5 bits per element. See `groups` for the kernels.
 
 Source: https://github.com/bitsandbytes-foundation/bitsandbytes, ``functional.py``.
 """

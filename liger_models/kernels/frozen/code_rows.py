@@ -6,27 +6,27 @@ four instructions per weight. The kernels in this file take three to five instru
 (tensor cores) multiply the weights by x and add the products. The operands of the matrix units hold neighboring weights
 as pairs, so the kernels dequantize pairs. Shared memory holds a table with the pair of numbers for each byte. There are
 32 copies of the table, one in each bank, so that all lanes of a warp read in one access. One instruction turns a byte
-into an address, and another instruction reads the pair. How the pair is multiplied by its scale depends on the kind of
-the scales:
+into an address, and another instruction reads the pair. There are three kinds of scales, which differ in how a pair is
+multiplied by its scale:
 
 - "one_scale": one instruction multiplies the pair by a scale in bfloat16, and rounds the products.
-- "two_scales": the codes are in e2m1, and bfloat16 cannot represent their scale s exactly. Each e2m1 number except 0 is
-  a power of 2, or 1.5 times a power of 2. Each rounded weight is therefore t = bf16(s) or u = bf16(1.5 · s), multiplied
-  by a power of 2. Let n be the e2m1 number, and let p be n without its mantissa: a power of 2 with the sign of n. The
-  rounded weight is n · 2 (u - t) + p · (3 t - 2 u). All factors in this formula are exact in bfloat16, and so is its
-  result. Computing this formula for a pair takes three instructions.
+- "two_scales": the codes are in e2m1, and bfloat16 cannot represent their scale s exactly. The absolute value of each
+  e2m1 number except 0 is a power of 2, or 1.5 times a power of 2. Up to its sign, each rounded weight is therefore t =
+  bf16(s) or u = bf16(1.5 · s), multiplied by a power of 2. Let n be the e2m1 number, and let p be n without its
+  mantissa: a power of 2 with the sign of n. The rounded weight is n · 2 (u - t) + p · (3 t - 2 u). All factors in this
+  formula are exact in bfloat16, and so is its result. Computing this formula for a pair takes three instructions.
 - "products": the numbers or the scales are in fp32, and each number is multiplied by its scale in fp32 and rounded. The
   pairs are in fp32, so each lane reads eight bytes per pair, and shared memory holds only 16 copies of the table.
   Multiplying both numbers of a pair and rounding the products takes three instructions.
 
-One instruction of the matrix units computes A [16, 16] @ B [16, 8], and adds it to 16 · 8 sums. If x has several rows,
-the rows of A are rows of W, and the columns of B are rows of x. With a single row of x, this layout would leave seven
-columns of B unused. A warp would also read only 64 contiguous bytes at a time from each of eight rows of W, instead of
-512 bytes from one row. For a single row, the columns of W are therefore split among eight groups, each of which
-consists of four lanes. For group n, rows n and n + 8 of A hold the group's columns of two rows of W, and column n of B
-holds the corresponding elements of x. The diagonals of the upper and the lower half of the result then hold the sums
-that are needed, and the other elements are not used. The columns that a group handles can be chosen freely, so a warp
-can read 512 contiguous bytes of a row of W.
+One instruction of the matrix units multiplies A [16, 16] by B [16, 8], and adds the product to 16 · 8 sums. If x has
+several rows, the rows of A are rows of W, and the columns of B are rows of x. With a single row of x, this layout would
+leave seven columns of B unused. A warp would also read only 64 contiguous bytes at a time from each of eight rows of W,
+instead of 512 bytes from one row. For a single row, the columns of W are therefore split among eight groups, each of
+which consists of four lanes. For group n, rows n and n + 8 of A hold the group's columns of two rows of W, and column n
+of B holds the corresponding elements of x. The diagonals of the upper and the lower half of the result then hold the
+sums that are needed, and the other elements are not used. The columns that a group handles can be chosen freely, so a
+warp can read 512 contiguous bytes of a row of W.
 
 Source: https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-mma.
 """
@@ -49,7 +49,7 @@ from liger_models.kernels.overlap import end_previous, start_next
 from liger_models.kernels.tiles import cdiv
 
 MOST_ROWS = 16
-"""Maximum number of rows of x."""
+"""Maximum number of rows of x that the kernels of this file support."""
 
 ROW_TILE = 8
 ROW_WARPS, ROW_PROGRAMS = 4, 4
@@ -186,8 +186,8 @@ def _several_step(kind: str, tiles: int) -> str:
                     "x", 16 * (tile * chunks + chunk) + 4 * i, 4, f"${codes + 2 + tile}+{256 * chunk + 16 * i}", "p0"
                 )
 
-    # A product takes two neighboring bytes of both rows of W. Products alternate between two sums, so that they wait
-    # less for each other.
+    # A product takes two neighboring bytes of both rows of W. Consecutive products are added to different sums, so that
+    # a product does not wait for the one before it.
     ptx += "".join(_prepare(kind, f"${scales + i}", i) for i in range(8))
     ptx += "".join(f"mov.f32 c{i}, ${sums + i}; mov.f32 c{sums + i}, 0f00000000;\n" for i in range(sums))
     for chunk in range(chunks):
@@ -207,8 +207,8 @@ def _single_step(kind: str, *, whole: bool) -> str:
     """Return the PTX of one step: it multiplies 512 bytes from each of eight rows of W by a single row of x.
 
     A lane reads 16 contiguous bytes of each row of W. For the kind "two_scales", 16 contiguous bytes could have two
-    scales, so a lane reads 8 bytes from the first half of the 512 bytes and 8 bytes from the second half. With
-    ``whole``, either all lanes of a warp still have bytes to process, or none of them has any.
+    scales, so a lane reads 8 bytes from the first half of the 512 bytes and 8 bytes from the second half. ``whole``
+    means that in each step, either all lanes of a warp have bytes to process, or none of them has any.
 
     The operands are, in this order::
 
@@ -307,7 +307,7 @@ def group_scale(
         scale = tl.where(byte == 0, 0x00400000, byte << 23).to(tl.float32, bitcast=True)
     elif SCALES == "e4m3":
         # The bits of the byte are rearranged, because older GPUs cannot convert float8. The exponent biases of e4m3 and
-        # fp32 differ by 120.
+        # fp32 differ by 120, so the result is multiplied by 2^120.
         byte = tl.load(scale_ptr + group, mask=inside, other=0).to(tl.int32)
         bits = ((byte & 0x7F) << 20) | ((byte & 0x80) << 24)
         scale = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
@@ -362,7 +362,7 @@ def _single_row_kernel(
     the number of bytes of a row of W is a multiple of 512, the number of bytes that a warp processes per step.
     """
     start_next(OVERLAPS)
-    TWO: tl.constexpr = KIND == "two_scales"  # chunks
+    TWO: tl.constexpr = KIND == "two_scales"  # whether the bytes of a lane form two chunks
     thread = tl.arange(0, 32 * WARPS)
     warp, lane = thread // 32, thread % 32
     odd = lane // 4 % 2
@@ -413,7 +413,7 @@ def _single_row_kernel(
                     (tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32, tl.float32),
                     False, 1,
                 )  # fmt: skip
-        # The sum of row n of the tile is in the four lanes of group n of each warp.
+        # Each warp now has a sum for each row of the tile: the sum of row n is in the four lanes of group n.
         sums = tl.inline_asm_elementwise(
             GATHER, "=f,f,f,f,f,f,f,f,f", [t0, t1, t2, t3, t4, t5, t6, t7], tl.float32, True, 1
         )
@@ -456,7 +456,8 @@ def _several_rows_kernel(
 ):  # fmt: skip
     """Multiply 16 rows of W (ROWS) by up to 8 · TILES rows of x.
 
-    Every tensor has one element per thread; see `_several_step`. PAIRS is the number of bytes that share a scale.
+    Every tensor has one element per thread; see `_several_step`. PAIRS is the number of bytes of codes that share a
+    scale.
     """
     start_next(OVERLAPS)
     PER: tl.constexpr = 2 if KIND == "two_scales" else 1

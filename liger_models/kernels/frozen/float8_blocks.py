@@ -62,8 +62,8 @@ ROUND = tl.constexpr("""{
 .reg .b32 pair;
 cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000;
 }""")
-"""PTX that rounds two float32 numbers to bfloat16 with one instruction. Compilers would round them one by one, which is
-slow."""
+"""PTX that rounds two float32 numbers to bfloat16 with one instruction. Compilers would round the two numbers one after
+the other, which is slower."""
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def _block_row_kernel(
     known = (row < N)[:, None]
     if RANKS:
         B = load_B(B_ptr, row, N, R, RANKS)
-    # Each run of columns has its own sum, so that a thread adds only its own products in the loop. Sums of several
+    # Each run of RUN columns has its own sum, so that a thread adds only its own products in the loop. Sums of several
     # threads are added only after the loop.
     total = tl.zeros([ROWS, RUNS], tl.float32)
     if LOW != "awaited":
@@ -194,7 +194,7 @@ def _block_rows_kernel(
     column = tl.arange(0, COLUMNS)
     at = row.to(tl.int64)[None, :]
     known = (row < N)[None, :]
-    # There are PARTS products of BLOCK columns each, one for each warp. They are added at the end.
+    # There are PARTS products of BLOCK columns each, one for each warp. These products are added at the end.
     total = tl.zeros([PARTS, ROWS, COLUMNS], tl.float32)
     for start in range(0, K, BLOCK * PARTS):
         first = start + tl.arange(0, PARTS) * BLOCK
@@ -233,7 +233,7 @@ def block_rows(
     x: Tensor, codes: Tensor, scales: Tensor, width: int, bias: Tensor | None, act: str = "",
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Multiply x [..., C], which has few rows, by the weight, with a kernel that reads the codes.
+    """Multiply x [..., C], which has few rows, by the quantized weight, which is not dequantized in memory.
 
     The results are y [..., O] and act(gate) · up [..., O / 2]. Without an activation, the second result is empty.
     ``low_rank`` must have the dtype of x.

@@ -17,7 +17,8 @@ A kernel multiplies the codes by the unrounded x, and then multiplies each sum b
 W.
 
 Products in float8 need bfloat16, sizes that are multiples of 16, and a GPU from sm_89 on. In all other cases, W is
-dequantized for each product. For the backward, only the stored weight is saved, which takes no additional memory.
+dequantized for each product. For the backward, only the stored weight is saved. This takes no additional memory,
+because the model holds this weight anyway.
 
 Source: https://arxiv.org/abs/2209.05433 (the format); https://arxiv.org/abs/2208.07339 (scales of rows).
 """
@@ -40,7 +41,7 @@ LARGEST = 448.0
 """The largest number that float8 e4m3 represents."""
 
 SMALLEST_SCALE = 1e-12
-"""Minimum scale of a row. It prevents a division by zero in rows of zeros."""
+"""Minimum scale of a row. The minimum prevents a division by zero in rows of zeros."""
 
 MULTIPLE = 16
 """Float8 products in hardware require that the sizes of the matrices are multiples of this number."""
@@ -69,7 +70,9 @@ TILE_WARPS = 8
 def quantize_rows_reference(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute `quantize_rows` in plain PyTorch."""
     wide = x.float() if factors is None else x.float() * factors
-    largest = wide.new_tensor(LARGEST)  # for a division by a Python number, CUDA multiplies by the reciprocal
+    # On CUDA, PyTorch replaces division by a Python number with multiplication by the reciprocal, so divide by a
+    # tensor.
+    largest = wide.new_tensor(LARGEST)
     scales = (wide.abs().amax(-1) / largest).clamp_min(SMALLEST_SCALE)
     return (wide / scales[..., None]).to(DTYPE), scales
 

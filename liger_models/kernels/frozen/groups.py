@@ -1,6 +1,6 @@
 """Kernels for all formats of frozen weights that have groups of four-bit codes.
 
-In each row, a group of columns shares a scale.
+Each row of W is divided into groups of columns that share a scale.
 
     W = rounded(number(code) · scale)
 
@@ -73,7 +73,8 @@ class GroupConstants(NamedTuple):
 
     Attributes:
         CODES: name of an entry of `NUMBERS`.
-        SCALES: "e8m0" for bytes that are exponents of 2, "e4m3" for bytes in float8, or "float".
+        SCALES: "e8m0" for bytes that are exponents of 2, "e4m3" for bytes in float8, or "float" for floating-point
+            scales.
         WHOLE: whether the scale of a group is multiplied ("times") or divided ("over") by the scale of its row; "" if
             rows have no scales.
         HALF: whether the elements of W are rounded to float16 instead of bfloat16.
@@ -321,7 +322,7 @@ def group_rows(
     x: Tensor, codes: Tensor, scales: Tensor, whole: Tensor | None, constants: GroupConstants, bias: Tensor | None,
     act: str = "", low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Multiply x [..., C], which has few rows, by the weight, with a kernel that reads the codes.
+    """Multiply x [..., C], which has few rows, by the quantized weight, which is not dequantized in memory.
 
     The results are y [..., O] and act(gate) · up [..., O / 2]. Without an activation, the second result is empty.
     ``low_rank`` must have the dtype of x.

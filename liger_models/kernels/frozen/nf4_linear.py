@@ -2,16 +2,18 @@
 
     W = table[code] · scale,   scale = cast(code of the scale / factor) + mean        y = x · Wᵀ + b,   dx = dy · W
 
-The forward and the backward each dequantize W in one pass, in the dtype of the weight, and free the dequantized W after
-the product. W is bitwise identical to torchao's ``get_original_weight``, because every step is rounded to the dtype of
-the weight. If x has few rows, as in a decoding step, the forward runs `nf4_rows`. W is stored in these tensors::
+The forward and the backward each dequantize W in one pass, and free the dequantized W after the product. The
+dequantized W is bitwise identical to the result of torchao's ``get_original_weight``, because every step is rounded to
+the dtype that W had before it was quantized. If x has few rows, as in a decoding step, the forward runs `nf4_rows`. W
+is stored in these tensors::
 
     codes      two codes per byte, the first one in the upper half
     scales     one int8 number (the code of the scale) per block of 64 codes
     factors    one factor per block of at most 256 scales
     mean       one number for the whole matrix
 
-For the backward, only these tensors are saved. This takes no additional memory, because the model holds them anyway.
+For the backward, only these tensors are saved. This takes no additional memory, because the model holds these tensors
+anyway.
 
 Source: https://arxiv.org/abs/2305.14314.
 """
@@ -128,18 +130,19 @@ TABLE = (
 class NormalFloat4(Format):
     """The format with 4-bit codes as in torchao. A weight's layout is ``[codes per scale, scales per factor]``.
 
-    A matrix [O, C], or a stack [X, O, C] of the matrices of X experts, is stored in these tensors::
+    A matrix [O, C], or a stack [X, O, C] of the matrices of X experts, is stored in the following tensors. The original
+    dtype is the dtype that the matrix had before it was quantized::
 
                    a matrix                  X experts
         codes      uint8 [O · C / 2]         [X, O, C / 2]
         scales     int8 [blocks]             [X, blocks]
-        factors    [factors]                 [X, factors]      in the dtype of the quantized weight
-        means      []                        [X]               in the dtype of the quantized weight
-        table      [16]                      [16]              in the dtype of the quantized weight
+        factors    [factors]                 [X, factors]      in the original dtype
+        means      []                        [X]               in the original dtype
+        table      [16]                      [16]              in the original dtype
 
-    A block of codes that share a scale may begin in one row of the matrix and end in the next. In the parameters of a
-    matrix (`pack`), codes and scales have one row per block, and factors, mean and table are concatenated to one
-    tensor, ``factors``.
+    A block of codes that share a scale may begin in one row of the matrix and end in the next. If a matrix is stored as
+    parameters of a layer (see `pack`), codes and scales have one row per block, and factors, mean and table are
+    concatenated to one tensor, ``factors``.
 
     For tensor parallelism (`slices`), each rank needs the factors of its own scales, but scales that share a factor may
     be in different slices. Several copies of each factor are therefore stored. Each copy then belongs to a shorter run
@@ -213,7 +216,7 @@ class NormalFloat4(Format):
         return {"codes": codes.view(len(scales), -1), "scales": scales.view(-1, 1), "factors": numbers}
 
     def unpack(self, tensors: dict[str, Tensor], shape: torch.Size, layout: Sequence[int]) -> tuple[Tensor, ...]:
-        """Flatten the tensors, because kernels take flat tensors."""
+        """Invert `pack`, and flatten the tensors for the kernels; see `Format.unpack`."""
         if len(shape) == 3:
             codes, scales, factors, means, table = tensors.values()
             return codes, scales.flatten(1), factors.flatten(1), means, table

@@ -13,8 +13,8 @@ instructions: one instruction turns the byte into an address, and the other read
 in the order in which the matrix units take them. Shared memory holds each of the 256 pairs 32 times, once in each bank.
 All lanes of a warp can therefore read their pairs in one access, no matter which bytes they look up. The matrix units
 compute products with eight columns. If x has more than two rows, each of these columns is a row of x. If x has one or
-two rows, the matrix units multiply several blocks at a time. Each column is then a row of x in which all of these
-blocks but one are replaced by zeros.
+two rows, the matrix units multiply several blocks at a time. Each column is then a row of x in which the elements of
+all these blocks except one are replaced by zeros.
 
 If the kernel in PTX does not support the number of rows, the GPU or the dtype, a kernel in plain Triton runs. On NVIDIA
 GPUs from Ampere on, the Triton kernel looks the numbers up in registers.
@@ -57,19 +57,18 @@ MOST_ROWS = 32
 weight."""
 TILES = ((16, 32, 2, 2), (32, 64, 2, 2))
 """Tiles of the kernel in plain Triton. Each entry consists of the maximum number of rows of x, the number of rows of W
-per program, the number of blocks that each step reads of each row of W, and the number of warps. Each warp reads its
-own scales."""
+per program, the number of blocks that each step reads of each row of W, and the number of warps."""
 
 
 def _step(kind: str, columns: int) -> str:
     """Return the PTX of one step: it multiplies STEP_BLOCKS blocks from each of 16 rows of W by up to ``columns`` (1, 2
     or 8) rows of x.
 
-    A matrix product has eight columns. Each of them belongs to one of ``columns`` rows of x and, within this row, to
-    one of ``slots`` (8 / ``columns``) blocks. In a warp, the lane with index 4 · ``group`` + ``quarter`` holds codes of
-    the rows ``group`` and ``group + 8`` of W. For column ``group`` of the product, the lane also holds the elements of
-    x by which these codes are multiplied. The lane holds the sums of the columns 2 · ``quarter`` and 2 · ``quarter`` +
-    1. Two lanes hold the codes of a block, or four lanes if ``columns`` is 8.
+    A matrix product has eight columns. Each column belongs to one of ``columns`` rows of x and, within this row, to one
+    of ``slots`` (8 / ``columns``) blocks. In a warp, the lane with index 4 · ``group`` + ``quarter`` holds codes of the
+    rows ``group`` and ``group + 8`` of W. For column ``group`` of the product, the lane also holds the elements of x by
+    which these codes are multiplied. The lane holds the sums of the columns 2 · ``quarter`` and 2 · ``quarter`` + 1.
+    Two lanes hold the codes of a block, or four lanes if ``columns`` is 8.
 
     The operands are::
 
@@ -157,8 +156,8 @@ def _pairs() -> str:
     """Return PTX that looks up both numbers of each of the four bytes in $4.
 
     $0 and $1 are set to the first numbers of the bytes, and $2 and $3 to the second numbers. A `prmt` instruction
-    chooses four bytes out of eight. It can therefore look up four numbers at once, but only one of the two bytes of
-    each number, and only in one half of the table.
+    chooses four bytes out of eight. One instruction can therefore look up four numbers, but only one of the two bytes
+    of each number, and only in one half of the table.
     """
     ptx = "{\n.reg .b32 s, m, a, b, h, l;\nand.b32 s, $4, 0x77777777;\n"
     ptx += "shr.u32 m, $4, 1; lop3.b32 m, m, 0x44444444, 0x32103210, 0xEA;\n"
@@ -231,8 +230,8 @@ def _nf4_lookup_kernel(
     if RANKS and COLUMNS == 1:
         B = load_B(B_ptr, tl.program_id(0) * ROWS + tl.arange(0, ROWS), N, R, RANKS)
     pairs = tl.inline_asm_elementwise(FILL, "=&r,l", [table_ptr.to(tl.uint64, bitcast=True)], tl.int32, False, 1)
-    part = (quarter % LANES) * (32 // LANES)  # bytes of a block's codes
-    ahead = quarter // LANES  # blocks
+    part = (quarter % LANES) * (32 // LANES)  # offset in bytes within the codes of a block
+    ahead = quarter // LANES  # offset in blocks
     codes = code_ptr + row * blocks * 32 + ahead * 32 + part
     codes8 = code_ptr + row8 * blocks * 32 + ahead * 32 + part
     x = x_ptr + (tl.minimum(group % COLUMNS, M - 1) * blocks + slot) * 64 + part * 2
@@ -304,7 +303,8 @@ def _nf4_rows_kernel(
             code_ptr + at[:, :, None] * pairs + pair[:, None, :], mask=some[:, :, None], other=0,
             eviction_policy="evict_first",
         )  # fmt: skip
-        # Load pairs of elements of x as one integer each, [SCALES, PAIRS_PER_SCALE, COLUMNS]. They are split below.
+        # Load pairs of elements of x as one integer each, [SCALES, PAIRS_PER_SCALE, COLUMNS]. The pairs are split
+        # below.
         there = (block < blocks)[:, None, None] & (column < M)[None, None, :]
         x = tl.load(pair_ptr + column[None, None, :] * pairs + pair[:, :, None], mask=there, other=0)
         scale = nf4_scale(scale_ptr, factor_ptr, mean, at * blocks + block[:, None], some, dtype, SCALES_PER_FACTOR)
@@ -343,7 +343,7 @@ def nf4_rows(
     x: Tensor, bias: Tensor | None, packed: Packed, layout: Sequence[int], act: str = "",
     low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Multiply x [..., columns], which has few rows, by the weight, with a kernel that reads the codes.
+    """Multiply x [..., columns], which has few rows, by the quantized weight, which is not dequantized in memory.
 
     The results are y [..., rows] and act(gate) · up [..., rows / 2]. Without an activation, the second result is empty.
     ``low_rank`` must have the dtype of x.

@@ -2,11 +2,11 @@
 
 In the forward and in the backward, an op dequantizes the weight right before each product, and frees the dequantized
 weight after the product. If the input has few rows, as in a decoding step, the forward multiplies the rows by the codes
-without dequantizing the weight in memory. For the backward, only the stored tensors are saved, which takes no
-additional memory.
+without dequantizing the weight in memory. For the backward, only the stored tensors are saved. This takes no additional
+memory, because the model holds these tensors anyway.
 
 The code of layers, ops, loading, saving and sharding depends only on the class `FrozenWeight`. Everything that is
-specific to a format is in a subclass of `Format`. Each format is defined and registered in one file. The first two
+specific to a format is in a subclass of `Format`. Each format is defined and registered in its own file. The first two
 formats quantize dense weights, and the other formats keep the codes and scales of a checkpoint::
 
     nf4       `nf4_linear`: 4-bit codes with 8-bit scales
@@ -61,10 +61,10 @@ class FrozenWeight(NamedTuple):
         """Quantize a dense weight [O, C], or each of the matrices [X, O, C] of X experts separately.
 
         Args:
-            weight: a floating-point tensor. If it is on the meta device, the result has no values either.
+            weight: a floating-point tensor. If the tensor is on the meta device, the result has no values either.
             name: name of the format.
-            device: the device on which the matrices are quantized. They are moved there one after the other. Default:
-                the weight's device.
+            device: the device on which the matrices are quantized. The matrices are moved to this device one after the
+                other. Default: the weight's device.
 
         Raises:
             ImportError: the format needs torchao, which is not installed.
@@ -189,8 +189,8 @@ class Format:
 
     name: ClassVar[str]
     number: ClassVar[int]
-    """Number that represents the format in arguments of ops. It must not change, because cached compiled graphs contain
-    it."""
+    """Number that represents the format in arguments of ops. The number must not change, because cached compiled graphs
+    contain it."""
     names: ClassVar[tuple[str, ...]] = ("codes", "scales")
     """Names of the tensors, at most `MAX_TENSORS`; the codes are first."""
     shared: ClassVar[tuple[str, ...]] = ()
