@@ -10,9 +10,9 @@ last R columns of the queries. In the same step, attention returns sums of laten
 multiplies these sums by the projections from latents to values.
 
 The matrices are parts of one weight. Either the rows or the columns of the matrices are contiguous, so the kernel takes
-the strides of the matrices as arguments. Before the previous kernel ends (see `overlap`), a program loads all elements
-of a matrix that it needs. If x has a single row, the row is multiplied elementwise. With 2 to `MOST_ROWS` rows, the
-kernel uses matrix units.
+the strides of the matrices as arguments. A program loads its whole part of a matrix before the previous kernel ends
+(see `overlap`). If x has a single row, the row is multiplied elementwise. With 2 to `MOST_ROWS` rows, the kernel uses
+matrix units.
 
 Source: https://arxiv.org/abs/2405.04434.
 """
@@ -96,7 +96,7 @@ def _head_linear_kernel(
 
 
 def takes_heads(x: Tensor, weight: Tensor) -> bool:
-    """Return whether `head_linear` supports rows x [B, T, ...] and a weight with H matrices [N, K] in this context.
+    """Return whether `head_linear` supports rows x [B, T, ...] and a weight with H matrices [N, K].
 
     `head_linear` supports a single row, or up to `MOST_ROWS` rows in half precision. x must have the dtype of the
     weight, and gradients must be disabled. Inside `batch_invariant`, the result is False.

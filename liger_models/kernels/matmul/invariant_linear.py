@@ -14,8 +14,9 @@ The backward uses ordinary matrix products, so gradients do depend on the batch:
 
     dx = dy @ W,   dW = dyᵀ @ x,   db = Σ_rows dy
 
-x and W are saved for the backward. The layer is a single op on every device. If autograd differentiated the product of
-each row separately, the weight gradient of each row would be rounded before it is added to the sum.
+x and W are saved for the backward. The layer is a single op on every device, even where it runs in plain PyTorch. If
+autograd differentiated the product of each row separately, the weight gradient of each row would be rounded before it
+is added to the sum.
 
 Source: https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference.
 """

@@ -47,10 +47,11 @@ ROWS = 4
 COLUMNS = 1024
 NUM_WARPS = 2
 STAGES = 3
-"""If x has a single row, a program reads `ROWS` rows and `COLUMNS` columns of W per step. It has `NUM_WARPS` warps and
-`STAGES` steps in flight. For a dense W, the data of the first step are loaded before the previous kernel has ended, and
-are multiplied last. For a float8 W, loading the first step early would be slower. On an H200, for the projections of
-Llama 3.2 1B and 3B and of Llama 3 8B, the kernel's time with these numbers is within 1 % of the best of 32 choices."""
+"""If x has a single row, a program reads `ROWS` rows and `COLUMNS` columns of W per step. The program has `NUM_WARPS`
+warps and `STAGES` steps in flight. For a dense W, the data of the first step are loaded before the previous kernel has
+ended, and are multiplied last. For a float8 W, loading the first step early would be slower. On an H200, for the
+projections of Llama 3.2 1B and 3B and of Llama 3 8B, the kernel's time with these numbers is within 1 % of the best of
+32 choices."""
 
 LOW_COLUMNS, LOW_COLUMNS_PER_WARP = 16384, 1024
 """For x @ Aᵀ and z, a program reads up to `LOW_COLUMNS` columns of a row of A or W at once, and has one warp for every
@@ -64,10 +65,10 @@ long if x has 64 rows."""
 TILE_ROWS, TILE_COLUMNS = 64, 128
 TILE_WARPS = 4
 TILE_STAGES = 4
-"""If x has several rows, a program reads `TILE_ROWS` rows and `TILE_COLUMNS` columns of W per step. It has `TILE_WARPS`
-warps and `TILE_STAGES` steps in flight. The columns are divided among so many programs that each multiprocessor gets
-about one program. On an H200, for the projections of Llama 3.2 3B and Llama 3 8B, the kernel's time with these numbers
-is within 4 % of the best of 35 choices."""
+"""If x has several rows, a program reads `TILE_ROWS` rows and `TILE_COLUMNS` columns of W per step. The program has
+`TILE_WARPS` warps and `TILE_STAGES` steps in flight. The columns are divided among so many programs that each
+multiprocessor gets about one program. On an H200, for the projections of Llama 3.2 3B and Llama 3 8B, the kernel's time
+with these numbers is within 4 % of the best of 35 choices."""
 
 SMALL, SMALL_TILE_ROWS = 2**22, 16
 """W is small if it has at most `SMALL` elements. A program reads `SMALL_TILE_ROWS` rows of a small W."""
@@ -304,7 +305,7 @@ def are_few(x: Tensor, most: int) -> bool:
 
 
 def most_rows(weight: Tensor) -> int:
-    """Return the maximum number of rows for which the kernels support this weight and an x in half precision."""
+    """Return the maximum number of rows of x that `row_linear` supports for this weight, if x is in half precision."""
     return MOST_SMALL_ROWS if weight.numel() <= SMALL else MOST_ROWS
 
 
@@ -312,8 +313,8 @@ def takes_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether `row_linear_forward` supports the product of x and weight.
 
     `row_linear_forward` supports a single row, or a few rows in half precision. All tensors must have the same dtype,
-    and the rows of the weight must be contiguous. Inside `batch_invariant`, the result is False, because these kernels
-    are not batch-invariant.
+    and the rows of the weight must be contiguous. Inside `batch_invariant`, the result is False, because
+    `row_linear_forward` is not batch-invariant.
     """
     return (
         are_few(x, most_rows(weight))
@@ -326,7 +327,7 @@ def takes_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def takes_low_rank(x: Tensor, low_rank: LowRank | None) -> bool:
-    """Return whether these kernels can add this low-rank term to their sums.
+    """Return whether the kernels for an x with few rows can add this low-rank term to their sums.
 
     Without a low-rank term, the result is True.
     """

@@ -1,4 +1,5 @@
-"""A linear layer for router logits. Its inputs are in bf16, and its results are as accurate as those in fp32.
+"""A linear layer for router logits. Its inputs are in bf16, and its results are as accurate as those of an fp32
+product.
 
 ::
 
@@ -71,7 +72,7 @@ def _wide_linear_kernel(
             weight_inside = weight_inside & (start + column < C)[:, None]
         x = tl.load(x_ptr + start, mask=x_inside, other=0.0)
         weight = tl.load(weight_ptr + start, mask=weight_inside, other=0.0)
-        # Without the last argument, the compiler would add in the product's accumulator, on the tensor core.
+        # Without the last argument, the compiler would accumulate the products of all columns on the tensor core.
         total += tl.dot(x, weight, max_num_imprecise_acc=COLUMNS)
     inside = (row < N)[:, None] & (output < X)[None, :]
     tl.store(y_ptr + row[:, None] * X + output[None, :], total, mask=inside)
