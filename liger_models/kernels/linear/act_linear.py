@@ -5,7 +5,8 @@ The forward computes the activation in fp32::
     a = cast(act(x))
     y = a · Wᵀ + b
 
-In the backward, the kernel that computes dx also recomputes ``a`` from x::
+In the backward, the kernel that computes dx also recomputes ``a`` from x. The gradients, the activations and their
+derivatives are::
 
     da = dy · W,   dx = da · act'(x),   dW = dyᵀ · a,   db = Σ dy
 

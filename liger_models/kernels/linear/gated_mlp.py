@@ -1,7 +1,7 @@
 """The gated MLP in one op: residual addition, norm, gate and up projection, gated activation, and down projection.
 
-In the forward, N is `rms_norm` or `layer_norm`, followed by a cast to the dtype of the weights, and A is `gated_act`.
-Without a norm weight, N only casts::
+Let N be `rms_norm` or `layer_norm`, followed by a cast to the dtype of the weights, and let A be `gated_act`. Without a
+norm weight, N only casts. The forward is::
 
     h = residual + x                      rounded to the residual's dtype; without x, h = residual
     u = N(h) @ Wguᵀ + bgu                 gate and up interleaved
@@ -19,10 +19,10 @@ In the backward, let dh be the gradient of the new residual stream. The steps ru
 
 The forward saves h, the weights, u, and the fp32 statistics of the norm for each row. With ``recompute``, u is not
 saved. The backward then recomputes u from h, bitwise identical to the u of the forward, and overwrites u with du. The
-normalized rows N(h) and the gated product p are never saved. Frozen weights may be quantized, as in `norm_linear`: a
-weight is dequantized right before each of its products. Gradients that are not needed are not computed. Every other
-gradient has the dtype of its input. The backward is a single op, so that compilers do not see that tensors are
-recomputed. A compiler that saw the recomputation would save the tensors in the forward instead.
+normalized rows N(h) and the gated product p are never saved. Frozen weights may be quantized, and are then used as in
+`norm_linear`. Gradients that are not needed are not computed. Every other gradient has the dtype of its input. The
+backward is a single op, so that compilers do not see that tensors are recomputed. A compiler that saw the recomputation
+would save the tensors in the forward instead.
 
 If u is not saved and there are many rows, the forward and the backward process the rows in chunks, so that u, p, dn and
 N(h) exist only for one chunk at a time. The gradients of the weights are then summed over the chunks in fp32, and
@@ -85,13 +85,14 @@ from liger_models.kernels.tiles import cdiv
 
 WORKSPACE_MIB = 1024
 """Maximum size of u for one chunk, in MiB, unless a chunk would then have fewer than `MIN_CHUNK` rows. For Llama-3-8B
-in bf16, a chunk has up to 18,724 rows. The fp32 sums over the chunks take 0.7 GiB for this model, so a smaller limit
-would save little memory."""
+in bf16, a chunk has up to 18,724 rows. For this model, the weight gradients of an MLP, which are summed over the chunks
+in fp32, take another 0.7 GiB, so a smaller limit would save little memory."""
 
 MIN_CHUNK = 16384
-"""The maximum number of rows per chunk is at least this number. Each chunk reads and writes the fp32 sums of the weight
-gradients once. On an H200, these reads and writes should take 1.5% of the time of a chunk's backward for a chunk of
-this size, and 3% for half as many rows (calculated, not measured). The two percentages do not depend on C and F."""
+"""Lower bound of the maximum number of rows per chunk, regardless of `WORKSPACE_MIB`. Each chunk reads and writes the
+fp32 sums of the weight gradients once. On an H200, these reads and writes should take 1.5% of the time of a chunk's
+backward for a chunk of this size, and 3% for half as many rows (calculated, not measured). The two percentages do not
+depend on C and F."""
 
 FROZEN_ROWS = 8192
 """Maximum number of rows per chunk of a backward in which u is saved and the weights need no gradients, as with LoRA.
@@ -109,7 +110,7 @@ def _even_rows(N: int, limit: int) -> int:
 
 
 def _chunk_rows(N: int, row_bytes: int) -> int:
-    """Return the number of rows per chunk if u is not saved. ``row_bytes`` is the size of a row of u in bytes."""
+    """Return the number of rows per chunk if u (gate and up) is not saved. ``row_bytes`` is the size of a row of u."""
     return _even_rows(N, max(WORKSPACE_MIB * 2**20 // max(row_bytes, 1), MIN_CHUNK))
 
 
@@ -238,11 +239,11 @@ def split_rows(
 
 
 def gated_mlp_forward(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs:
-    """Compute the forward of `gated_mlp`. The projections may be objects of any subclass of `Product`."""
+    """Compute the forward of `gated_mlp`. ``products`` may hold objects of any subclass of `Product`."""
     x, residual, norm, ranks = inputs.x, inputs.residual, inputs.norm, inputs.ranks
     shape, C = residual.shape[:-1], residual.shape[-1]
 
-    # View the tokens as rows [N, C], and process them all at once or in chunks.
+    # View the tokens as rows [N, C], and process all rows at once or in chunks.
     inputs = inputs._replace(x=None if x is None else x.reshape(-1, C), residual=residual.reshape(-1, C))
     rows, num_ranks = split_rows(shape.numel(), products.gate_up.weight, ranks, inputs.recompute)
     if rows >= shape.numel():
@@ -297,13 +298,13 @@ def _forward_rows(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs
 
 
 def gated_mlp_backward(upstream: GatedMLPUpstream, products: Products) -> GatedMLPGradients:
-    """Compute the backward of `gated_mlp`. The projections may be objects of any subclass of `Product`."""
+    """Compute the backward of `gated_mlp`. ``products`` may hold objects of any subclass of `Product`."""
     dy, dh, saved, needs = upstream
     shape, C, u, ranks = saved.h.shape, saved.h.shape[-1], saved.u, saved.ranks
     N = shape[:-1].numel()
 
     # View the tokens as rows: dy [N, O] and u [N, 2 F] for all ranks' tokens, dh and h [N, C] for the rank's own
-    # tokens. Process them all at once or in chunks.
+    # tokens. Process all rows at once or in chunks.
     upstream = GatedMLPUpstream(
         dy=rows_by_rank(dy, ranks),
         dh=None if dh is None else dh.reshape(-1, C),
@@ -438,7 +439,7 @@ def gated_mlp_save(
 ) -> GatedMLPSaved:
     """Return the tensors and constants that autograd saves for the backward.
 
-    ``constants`` are further outputs of the op that have no gradients. They are marked as not differentiable.
+    ``constants`` are further outputs of the op. They have no gradients, and are marked as not differentiable.
     """
     mark_constants(ctx, outputs.h, needs.x or needs.residual, outputs.statistics, outputs.u, *constants)
     return GatedMLPSaved(
@@ -497,7 +498,7 @@ def gated_mlp(
     """Compute ``residual = residual + x``, then ``y = gated_act(norm(residual) @ Wguᵀ + bgu) @ Wdᵀ + bd``.
 
     Args:
-        x: [..., C], the output of a branch, which is added to the residual stream; None to add nothing.
+        x: [..., C], the output of the previous sublayer, which is added to the residual stream; None to add nothing.
         residual: [..., C], the residual stream, float32, float16 or bfloat16.
         norm_weight: [C], or None for no norm.
         gate_up_weight: [2 F, C], a tensor or a `FrozenWeight`. Row 2f is gate f, and row 2f + 1 is up f.

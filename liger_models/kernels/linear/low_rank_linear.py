@@ -49,7 +49,7 @@ def low_rank_linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: Lo
     Args:
         x: [..., C], which is cast to the dtype of the weight.
         weight: [O, C], a tensor or a `FrozenWeight`. Its dtype is float32, float16 or bfloat16, and autocast does not
-            change it.
+            change this dtype.
         bias: [O].
         low_rank: ``(A [R, C], B [O, R])`` in the dtype of the weight.
 

@@ -1,13 +1,13 @@
 """Residual addition, norm and linear layer in one op. The normalized activations are not saved.
 
-In the forward, N is `rms_norm` or `layer_norm`, followed by a cast to the dtype of the weight::
+Let N be `rms_norm` or `layer_norm`, followed by a cast to the dtype of the weight. The forward is::
 
     h = residual + x                      rounded to the dtype of the residual; without x, h = residual
     y = N(h) @ Wᵀ + b                     in the dtype of the weight
     y = y + (N(h) @ Aᵀ) @ Bᵀ              with a low-rank term (LoRA), where N(h) @ Aᵀ is rounded
 
 In the backward, let dh be the gradient of the new residual stream. One kernel computes dx, the gradients of the norm's
-weights, and N(h)::
+weights, and N(h). The gradients are::
 
     g = dy @ B,   dn = dy @ W + g @ A,   dx = N'(dn) + dh
     dW = dyᵀ @ N(h),   db = Σ_rows dy
@@ -21,7 +21,9 @@ would save N(h) in the forward instead.
 
 A frozen W may be quantized (`FrozenWeight`). Either the products with a quantized W run in float8, or W is dequantized
 twice: before the product that computes y, and again before the product that computes dn. After each product, the
-dequantized W is freed. Only the quantized W is saved, which takes no additional memory.
+dequantized W is freed. With few rows, as in a decoding step, the forward reads the codes of W instead, without
+dequantizing W in memory. For the backward, only the quantized W is saved. This takes no additional memory, because the
+model holds the quantized W anyway.
 
 With ``ranks``, each rank has its own rows of W, and dn is summed over the ranks before N' is applied. With
 ``ranks.sequence_parallel``, each rank also has its own tokens. N(h) is then gathered before each product with N(h), dn
@@ -175,7 +177,7 @@ class NormLinearUpstream(NamedTuple):
 
 
 def norm_linear_forward(inputs: NormLinearInputs, product: Product) -> NormLinearOutputs:
-    """Compute the forward of `norm_linear`. The projection may be an object of any subclass of `Product`."""
+    """Compute the forward of `norm_linear`. ``product`` may be an object of any subclass of `Product`."""
     x, residual, norm, _, ranks = inputs
     normed, h, statistics = product.normed(norm, x, residual)
     if ranks is not None and ranks.sequence_parallel:
@@ -260,7 +262,7 @@ def norm_linear_save(
 ) -> NormLinearSaved:
     """Return the tensors and constants that autograd saves for the backward.
 
-    ``constants`` are further outputs of the op that have no gradients. They are marked as not differentiable.
+    ``constants`` are further outputs of the op. They have no gradients, and are marked as not differentiable.
     """
     mark_constants(ctx, outputs.h, needs.x or needs.residual, outputs.statistics, *constants)
     h = inputs.residual if outputs.h is None else outputs.h
@@ -325,7 +327,7 @@ def rms_norm_linear(
     The normalized rows are not saved.
 
     Args:
-        x: [..., C], the output of a branch, which is added to the residual stream; None to add nothing.
+        x: [..., C], the output of the previous sublayer, which is added to the residual stream; None to add nothing.
         residual: [..., C], the residual stream, float32, float16 or bfloat16.
         norm_weight: [C].
         weight: [O, C], a tensor or a `FrozenWeight`. y has the dtype of the weight, which may differ from the dtype of

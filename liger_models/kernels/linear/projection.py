@@ -1,7 +1,7 @@
 """A projection in a fused op: the product of rows and a weight, and the gradients of the rows and the parameters.
 
 The rows n [N, C] are the output of a norm or an activation. The low-rank term (LoRA) is optional, and n @ Aᵀ is
-rounded::
+rounded. The results and gradients are::
 
     y = n @ Wᵀ + b + (n @ Aᵀ) @ Bᵀ
     g = dy @ B,   dn = dy @ W + g @ A
@@ -149,9 +149,7 @@ class Product:
 
     @property
     def normed_dtype(self) -> torch.dtype | None:
-        """The dtype in which the norm's backward writes the normalized rows for `gradients`; None if it writes no
-        rows.
-        """
+        """The dtype of the normalized rows that the norm's backward writes for `gradients`; None if there are none."""
         return self.dtype
 
     def normed(self, norm: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Any, Tensor, Tensor]:
