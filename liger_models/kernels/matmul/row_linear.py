@@ -58,9 +58,9 @@ LOW_COLUMNS, LOW_COLUMNS_PER_WARP = 16384, 1024
 `LOW_COLUMNS_PER_WARP` of these columns. A whole row is nearly always read at once."""
 
 MOST_ROWS = 16
-"""Maximum number of rows of x for which these kernels run. On an H200, for the projections of Llama 3.2 3B plus the
-activation, these kernels take 0.95 times as long as cuBLAS plus the activation kernel if x has 16 rows, and just as
-long if x has 64 rows."""
+"""Maximum number of rows of x for which the kernels of this file run. On an H200, for the projections of Llama 3.2 3B
+plus the activation, these kernels take 0.95 times as long as cuBLAS plus the activation kernel if x has 16 rows, and
+just as long if x has 64 rows."""
 
 TILE_ROWS, TILE_COLUMNS = 64, 128
 TILE_WARPS = 4
@@ -74,7 +74,7 @@ SMALL, SMALL_TILE_ROWS = 2**22, 16
 """W is small if it has at most `SMALL` elements. A program reads `SMALL_TILE_ROWS` rows of a small W."""
 
 MOST_SMALL_ROWS = 64
-"""Maximum number of rows of x for which these kernels run if W is small."""
+"""Maximum number of rows of x for which the kernels of this file run if W is small."""
 
 SUM_ROWS, SUM_WARPS = 32, 4
 """A program of the second kernel adds the partial sums for `SUM_ROWS` rows of W, and has `SUM_WARPS` warps."""

@@ -123,7 +123,7 @@ def moe_mlp_over(
     # Each rank learns how many rows it will receive. The host waits for the device only in `tolist`.
     incoming = all_to_all(
         counts, one_row, one_row, ranks
-    )  # [R, 2]: the number of rows that each rank sends, and the number of their copies that go to local experts
+    )  # [R, 2]: the number of rows that each rank sends, and the number of copies of these rows for local experts
     sent, received, local_copies = torch.stack([counts[:, 0], *incoming.T]).tolist()
     M = sum(sent)
     # Compute the row of each token in the send buffer [M, C], which is ordered by receiving rank. If the token is not
