@@ -2,7 +2,7 @@
 
 Element 2f of ``gate_up`` is gate f, and element 2f + 1 is up f. Tensor parallelism splits the indices f into contiguous
 ranges, one per rank. Because of the interleaving, the rows of the projection's weight that a rank needs are also
-contiguous. The forward computes the activation in fp32. s stands for ``gate_scale``, which is usually 1::
+contiguous. With s = ``gate_scale``, which is usually 1, the forward computes the activation in fp32::
 
     a = cast(act(s · gate))               cast to the input dtype before the product, as in Hugging Face's models
     y = cast(a · up)
@@ -38,7 +38,7 @@ BLOCK = 1024
 NUM_WARPS = 8
 """Number of results per program, and number of warps per program. In bf16, a thread loads 4 pairs of gate and up in one
 16-byte vector and computes 4 results. With 4 pairs per thread, splitting the pairs and interleaving the gradients need
-no shared memory. With 8 pairs per thread, they would."""
+no shared memory. With 8 pairs per thread, both operations would need shared memory."""
 
 
 def gated_act_reference(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
@@ -75,7 +75,7 @@ def _activation(g, ACT: tl.constexpr):
 def _load_pairs(pointer, left, BLOCK: tl.constexpr):
     """Load gate and up for BLOCK results, and convert them to fp32.
 
-    ``left`` is the number of results between the pointer and the tensor's end.
+    ``left`` is the number of pairs from the pointer to the end of the tensor.
     """
     elements = tl.arange(0, 2 * BLOCK)
     pairs = tl.load(pointer + elements, mask=elements < 2 * left, other=0.0)
@@ -141,10 +141,11 @@ def gated_act_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the backward kernel: compute the gradient of gate_up and, with ``need_product``, the forward's output.
 
+    If the results overwrite dy or gate_up, the values of the overwritten tensor must no longer be needed.
+
     Args:
         overwrite_dy: whether to write the forward's output into dy.
-        overwrite_gate_up: whether to write the gradient into gate_up. A tensor that is overwritten must belong to the
-            caller, and the caller must no longer need its values.
+        overwrite_gate_up: whether to write the gradient into gate_up.
 
     Returns:
         ``(d_gate_up, product)``, where the product is the forward's output, or None without ``need_product``.
@@ -186,7 +187,7 @@ def gated_act(gate_up: Tensor, act: str, gate_scale: float = 1.0) -> Tensor:
     Args:
         gate_up: [..., 2 F] in float32, float16 or bfloat16. Element 2f is gate f, and element 2f + 1 is up f.
         act: "silu", "gelu_tanh" or "gelu".
-        gate_scale: number by which the gate is multiplied.
+        gate_scale: number by which the gate is multiplied before the activation.
 
     Returns:
         [..., F] in the dtype of gate_up.

@@ -1,18 +1,20 @@
 """xIELU, an activation with two trained coefficients. The forward saves only the input and the coefficients.
 
-With the coefficients p and n, and the constants β and ε, the forward computes in fp32::
+With the coefficients p and n, and the constants β and ε, the forward computes in fp32 (cast rounds to the dtype of x)::
 
     y = cast(p · x² + β · x)                               for x > 0
     y = cast(n · (exp(min(x, ε)) − 1 − x) + β · x)         otherwise
 
-The backward sums the gradients of the coefficients over all elements. Each program writes a partial sum in fp32::
+The backward computes::
 
     dx = dy · (2 · p · x + β)                 dp = Σ dy · x²                           for x > 0
     dx = dy · (n · (exp(x) − 1) + β)          dn = Σ dy · (exp(min(x, ε)) − 1 − x)     for x < ε
     dx = dy · (β − n)                         dn as above                              otherwise
 
+The sums Σ run over all elements. Each program of the kernel writes a partial sum in fp32.
+
 For x close to 0, ``exp(x) − 1 − x`` is close to x² / 2. Subtracting 1 and x from a rounded exp(x) would lose all
-significant digits. For x from −1/2 to 0, the kernel therefore evaluates a polynomial instead of this formula.
+significant digits. For x from −1/2 to 0, the kernel therefore evaluates a Taylor polynomial instead.
 
 Source: https://arxiv.org/abs/2411.13010; ε is from the implementation in transformers.
 """
@@ -120,8 +122,8 @@ def xielu_backward(
     Args:
         dy, x: [...] in any floating-point dtype.
         coefficients: as in `xielu`.
-        need_y: whether to recompute the forward's output y. y then overwrites dy, which must belong to the caller and
-            have the dtype of x.
+        need_y: whether to recompute the forward's output y. If so, y is written into dy. dy must then have the dtype of
+            x, and its values must no longer be needed.
         need_sums: whether to compute the gradient of the coefficients.
 
     Returns:
