@@ -1,26 +1,30 @@
 """Rounding of matrices to float8, and products of the rounded matrices.
 
-A matrix has one scale, or one scale per row. MAX is the largest number in the float8 format. max(|x|) is taken over the
-whole matrix, or over a row if each row has its own scale. With ``power_of_2``, the scale s is rounded down to a power
-of 2::
+A matrix x is rounded with one scale s, or with one scale per row::
 
     s = MAX / max(|x|)
     q = float8(x · s)
 
-The hardware contracts the last dimensions of two operands that are stored by rows, and applies the scales to the sums::
+MAX is the largest number in the float8 format. max(|x|) is taken over the whole matrix or, if each row has its own
+scale, over a row. With ``power_of_2``, s is rounded down to a power of 2.
+
+The hardware multiplies two matrices that are both stored row by row. It sums over the last dimension of both, and
+applies the scales to the sums::
 
     a @ bᵀ = cast((qa @ qbᵀ) / sa / sb)
 
 A linear layer has three products, ``y = x @ Wᵀ``, ``dx = dy @ W`` and ``dW = dyᵀ @ x``. The second product needs the
 columns of W as rows, and the third product needs the columns of dy and x as rows. Kernels therefore write a matrix by
 rows, by columns (transposed), or both. Some matrices are computed by the same kernel that rounds them: a normalized
-matrix, a gated product, or the gradient of gate and up. Such a matrix need not be stored unrounded. The recipes are::
+matrix, a gated product, or the gradient of gate and up. Such a matrix need not be stored unrounded.
+
+The recipes are::
 
     tensorwise            one scale per operand; dy is in e5m2, and other operands are in e4m3
     rowwise               one scale per row of each operand, a power of 2; all operands are in e4m3
     rowwise_with_gw_hp    like rowwise, but W has one scale in the product for dx, and dW is not computed in float8
 
-Devices without float8 products multiply the rounded matrices in fp32.
+On devices other than CUDA and ROCm devices, the rounded matrices are multiplied in fp32.
 
 Source: https://arxiv.org/abs/2209.05433 (formats). The recipes are the same as in torchao.float8.
 """
@@ -37,12 +41,12 @@ from liger_models.kernels.norm.row_norm import scale_rows
 from liger_models.kernels.tiles import cdiv, next_power_of_2, num_warps
 
 ROWS, COLUMNS, TILES = 64, 128, 4
-"""For the kernel that finds the maximum of each column: number of rows and number of columns of a tile, and number
-of tiles that a program processes one after the other."""
+"""For the kernel that finds the maximum of each column, or the maximum of a normalized matrix: number of rows and
+number of columns of a tile, and number of tiles that a program processes one after the other."""
 
 FLAT, FLAT_BLOCKS = 2048, 4
-"""For the kernel that finds the maximum of a tensor: number of adjacent elements in a block, and number of blocks
-per program."""
+"""For the kernel that finds the maximum of any other matrix: number of adjacent elements in a block, and number of
+blocks per program."""
 
 WRITE_ROWS, WRITE_COLUMNS, WRITE_TILES = 128, 64, 8
 """For the kernel that rounds: number of rows and number of columns of a tile, and number of adjacent tiles that are
@@ -227,8 +231,8 @@ def _amax_kernel(
     KIND: tl.constexpr, ACT: tl.constexpr, SCALE_IN_FP32: tl.constexpr, PER_COLUMN: tl.constexpr,
     TILES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # The maximum is computed on the bit patterns of nonnegative numbers, which have the same order as the numbers.
-    # Every device supports the atomic maximum of integers.
+    # The atomic maximum compares the bit patterns of the numbers as integers, because every device supports the atomic
+    # maximum of integers. Nonnegative numbers have the same order as their bit patterns.
     start = tl.program_id(1) * COLUMNS
     largest = tl.zeros([ROWS, COLUMNS], tl.float32)
     for tile in range(TILES):
@@ -274,7 +278,7 @@ def _flat_amax_kernel(
 
 @triton.jit
 def _store_columns(pointer, q, row, column, C, padded):
-    """Transpose the tile q [ROWS, COLUMNS], and store it in the matrix by columns, [C, ``padded``]."""
+    """Transpose the tile q [ROWS, COLUMNS], and store it in the transposed matrix [C, ``padded``]."""
     place = column.to(tl.int64)[:, None] * padded + tl.trans(row)
     tl.store(pointer + place, tl.trans(q), mask=(column < C)[:, None] & tl.trans(row < padded))
 
@@ -389,8 +393,8 @@ def add_amax(matrix: Matrix, amax: Tensor) -> None:
     N, C = matrix.shape
     pointers, constants = _arguments(matrix)
     count = matrix.x.numel()
-    # If the matrix is computed elementwise from memory and only one maximum is needed, memory is read in order, which
-    # is faster than tile by tile.
+    # If each element depends only on the same position in memory and only one maximum is needed, memory is read in
+    # order, which is faster than tile by tile.
     if N * C and amax.numel() == 1 and matrix.rstd is None:
         with on_device_of(matrix.x):
             _flat_amax_kernel[(cdiv(count, FLAT * FLAT_BLOCKS),)](
@@ -494,7 +498,7 @@ def round_matrix(
         columns: whether to round by columns, [C, N], with N padded to a multiple of 16.
         amax: [1] fp32, the largest absolute value of the matrices that were rounded before this one, such as earlier
             chunks; 0 or None if there were none. With one scale per operand, ``amax`` is raised in place to the largest
-            absolute value of this matrix. With one scale per row, ``amax`` is not used.
+            absolute value of this matrix if that is larger. With one scale per row, ``amax`` is not used.
         known: whether amax is already at least the largest absolute value of this matrix.
     """
     dtype = float8_dtype(matrix.x.device, gradient and recipe.wide_gradients)
@@ -589,7 +593,6 @@ def weight_rows(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float8 |
     """Round a weight [O, C] by rows, for the product that computes y.
 
     With one scale per operand, ``amax`` [1] is raised in place to the largest absolute value of the weight.
-
     If the ranks rounded their shards of the weight before gathering them, ``gathered`` holds the rounded rows, which
     have a single scale. The values of ``weight`` are then not read.
     """
@@ -608,7 +611,7 @@ def weight_columns(weight: Tensor, recipe: Recipe, amax: Tensor, gathered: Float
 
 
 def float8_pair(codes: Tensor | None, inverse: Tensor | None) -> Float8 | None:
-    """Rebuild a `Float8` from the two tensors that ops take, or return None if one of them is None."""
+    """Rebuild a `Float8` from the two tensors by which ops represent it. If one of the tensors is None, return None."""
     return None if codes is None or inverse is None else Float8(codes, inverse)
 
 
@@ -664,7 +667,7 @@ def scaled_product(a: Float8, b: Float8, dtype: torch.dtype, *, fast: bool = Fal
     """Compute ``a @ bᵀ`` [M, N] in ``dtype`` from rounded matrices ``a`` [M, K] and ``b`` [N, K].
 
     N must be a multiple of 16. With ``fast``, NVIDIA's hardware accumulates the products with fewer bits, which is
-    precise enough for y.
+    precise enough for the forward. If an operand has one scale per row, a GPU first rounds the result to bfloat16.
     """
     M, N = a.data.shape[0], b.data.shape[0]
     if M == 0 or a.data.shape[1] == 0:

@@ -1,12 +1,12 @@
 """The gated MLP with the norm before it, as in `gated_mlp`, with products in float8.
 
-In the forward, q rounds a matrix to float8 as a `Recipe` specifies, N is a norm, and A is `gated_act`::
+q rounds a matrix to float8 as a `Recipe` specifies, N is a norm, and A is `gated_act`. The forward computes::
 
     h = residual + x                      rounded to the dtype of the residual; without x, h = residual
     u = q(N(h)) @ q(Wgu)ᵀ + bgu           gate and up interleaved
     y = q(A(u)) @ q(Wd)ᵀ + bd
 
-In the backward, dh is the gradient of the new residual stream. The steps run in this order::
+With dh, the gradient of the new residual stream h, the backward computes in this order::
 
     dp = q(dy) @ q(Wd)
     dWd = q(dy)ᵀ @ q(A(u)),   dbd = Σ_rows dy
@@ -191,16 +191,17 @@ def float8_gated_mlp(
         x: [..., C], the output of a branch, which is added to the residual stream; None to add nothing.
         residual: [..., C], the residual stream, float32, float16 or bfloat16.
         norm: the norm. If it has no weight, rows are not normalized.
-        gate_up_weight: [2 F, C], where row 2f is gate f and row 2f + 1 is up f. 2 F and C are multiples of 16.
-        down_weight: [O, F] in the dtype of gate_up_weight. O and F are multiples of 16. y has the dtype of the weights,
-            which may differ from the dtype of the residual stream. Autocast does not change the dtype of y.
-        gate_up_bias: [2 F].
-        down_bias: [O].
+        gate_up_weight: Wgu [2 F, C], where row 2f is gate f and row 2f + 1 is up f. 2 F and C are multiples of 16.
+        down_weight: Wd [O, F] in the dtype of gate_up_weight. O and F are multiples of 16. y has the dtype of the
+            weights, which may differ from the dtype of the residual stream. Autocast does not change the dtype of y.
+        gate_up_bias: bgu [2 F], or None.
+        down_bias: bd [O], or None.
         act: "silu", "gelu_tanh" or "gelu".
         recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
         recompute, need_y: as in `gated_mlp`.
-        gathered: Wgu and Wd, already rounded by the caller with one scale each. The op rounds a weight whose entry is
-            None. If a rounded weight is given, the values of the unrounded weight are not read.
+        gathered: gate_up_weight and down_weight, already rounded by the caller with one scale each. If an entry is
+            None, the op rounds this weight itself. If a rounded weight is given, the values of the unrounded weight are
+            not read.
 
     Returns:
         ``(y, residual)``, where y is [..., O] in the dtype of the weights, and the new residual stream is [..., C] in

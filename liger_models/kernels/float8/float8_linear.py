@@ -1,20 +1,19 @@
 """A linear layer in float8, alone or after a residual addition and a norm.
 
-In the forward, q rounds a matrix to float8 as a `Recipe` specifies. N is a norm as in `norm_linear`, or there is no
-norm::
+q rounds a matrix to float8 as a `Recipe` specifies. N is a norm as in `norm_linear`, or the identity if there is no
+norm. The forward computes::
 
     h = residual + x                      rounded to the dtype of the residual; without x, h = residual
     y = q(N(h)) @ q(W)ᵀ + b               in the dtype of the weight
 
-In the backward, dh is the gradient of the new residual stream. One kernel computes dx and the gradients of the norm's
-weights::
+With dh, the gradient of the new residual stream h, the backward computes::
 
     dn = q(dy) @ q(W),   dx = N'(dn) + dh
     dW = q(dy)ᵀ @ q(N(h)),   db = Σ_rows dy
 
-If the norm is an RMSNorm, its kernel also rounds the normalized rows, so these rows exist only in float8. The backward
-recomputes these rows from h. q(W) is not saved, because the forward rounds W by rows, but the backward needs W rounded
-by columns.
+One kernel computes dx and the gradients of the norm's weight and bias. If the norm is an RMSNorm, its kernel also
+rounds the normalized rows, so these rows exist only in float8. The backward recomputes these rows from h. q(W) is not
+saved, because the forward rounds W by rows, but the backward needs W rounded by columns.
 
 The forward saves the same tensors as `norm_linear` and, with one scale per operand, the largest absolute values of N(h)
 and W.
@@ -58,7 +57,7 @@ from liger_models.kernels.norm.fused_norm import FusedNorm
 
 
 class _Float8Product(torch.autograd.Function):
-    """Computes ``q(x) @ q(W)ᵀ`` for x [N, C] in plain PyTorch."""
+    """Computes ``q(x) @ q(W)ᵀ`` for x [N, C] in plain PyTorch, where q rounds a matrix to float8."""
 
     @staticmethod
     def forward(ctx, x, weight, recipe, codes, inverse):
@@ -121,7 +120,9 @@ class Float8NormLinearInputs(NamedTuple):
 
 
 class Float8NormLinearOutputs(NamedTuple):
-    """Outputs of the op. ``amax`` [2] has the largest absolute values of the normalized rows and of W."""
+    """Outputs of the op `float8_norm_linear`. ``amax`` [2] has the largest absolute values of the normalized rows and
+    of the weight.
+    """
 
     linear: NormLinearOutputs
     amax: Tensor
@@ -205,7 +206,7 @@ FORWARD.differentiable(_save, _gradients)
 
 
 def check_float8(op: str, recipe: str, **weights: Tensor) -> None:
-    """Raise ValueError unless the recipe exists and the sizes of the weights are multiples of 16."""
+    """Raise ValueError unless the recipe exists and both sizes of each weight are multiples of 16."""
     if recipe not in RECIPES:
         raise ValueError(f"{op}: recipe must be one of {', '.join(RECIPES)}, got {recipe!r}.")
     for name, weight in weights.items():
@@ -230,8 +231,8 @@ def float8_norm_linear(
             dtype of the residual stream. Autocast does not change the dtype of y.
         bias: [O] or None.
         recipe: "tensorwise", "rowwise" or "rowwise_with_gw_hp".
-        gathered: W, already rounded by the caller with one scale; None if the op must round W. If ``gathered`` is
-            given, the values of ``weight`` are not read.
+        gathered: the weight, already rounded by the caller with one scale; None if the op must round it. If
+            ``gathered`` is given, the values of ``weight`` are not read.
 
     Returns:
         ``(y, residual)``, where y is [..., O] in the dtype of the weight, and the new residual stream is [..., C] in

@@ -1,11 +1,11 @@
 """The float8 products of a projection, as steps of `norm_linear` and `gated_mlp`.
 
-The operands of each product are rounded right before the product, as `float8` describes. Three matrices are rounded by
-the kernel that computes them: the normalized rows, the gated product, and the gradient of gate and up. Their unrounded
-values are stored only if a recipe or a bias needs them.
+The operands of each product are rounded right before the product, as the module `float8` describes. Three matrices are
+rounded by the kernel that computes them: the normalized rows, the gated product ``act(gate) · up``, and the gradient of
+gate and up. Their unrounded values are stored only if a recipe or a bias needs them.
 
-With one scale per operand, the forward finds the largest absolute values of the rows and of W, and the backward reuses
-these values.
+With one scale per operand, the forward finds the largest absolute values of the projection's input rows and of its
+weight W, and the backward reuses these values.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ from liger_models.kernels.norm.fused_norm import FusedNorm
 from liger_models.kernels.norm.row_norm import MAX_TILE
 
 FLOAT8 = Argument("Tensor? {0}_codes=None, Tensor? {0}_inverse=None", tuple, float8_pair)
-"""The op arguments that represent a float8 matrix: the codes and the inverse scale."""
+"""The op arguments that represent a `Float8` matrix: its float8 values (the codes) and its inverse scale."""
 
 
 @dataclass
@@ -53,8 +53,8 @@ class Upstream:
 
     Attributes:
         dy: the gradient, not rounded.
-        rows: the gradient rounded by rows, for dn.
-        columns: the gradient rounded by columns, for dW.
+        rows: the gradient rounded by rows, for the product that computes dn, the gradient of the input rows.
+        columns: the gradient rounded by columns, for the product that computes dW.
     """
 
     dy: Tensor | None
@@ -66,10 +66,10 @@ class Float8Product(Product):
     """Computes the products of a projection in float8. The projection has a dense weight and no low-rank term.
 
     Args:
-        projection: the weight and the bias.
+        projection: the weight W and the bias.
         recipe: the way in which operands are rounded.
-        amax: [1] fp32, the largest absolute value of the rows; None in a backward that finds the value again for each
-            chunk.
+        amax: [1] fp32, the largest absolute value of the input rows; None in a backward that finds this value
+            separately for each chunk.
         weight_amax: [1] fp32, the largest absolute value of W.
         gathered: W, already rounded by the caller with one scale; None if W has not been rounded. If ``gathered`` is
             given, the values of W are not read.
@@ -95,27 +95,30 @@ class Float8Product(Product):
 
     @property
     def normed_dtype(self) -> torch.dtype | None:
-        """The dtype in which the norm's backward must write the normalized rows for `gradients`. It is None if dW is a
-        float8 product, because `gradients` then recomputes the rows and rounds them.
+        """The dtype in which the norm's backward must write the normalized rows for `gradients`.
+
+        If dW is a float8 product, this dtype is None, because `gradients` then recomputes the rows and rounds them.
         """
         return None if self.recipe.rounds_dw else self.dtype
 
     def normed(self, norm: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Any, Tensor, Tensor]:
         """Run the norm before this projection, and return ``(rows for `forward`, h, statistics)``.
 
-        If the norm is an RMSNorm, its kernel also rounds the normalized rows.
+        h is the new residual stream. If `_rounds_itself` is True, the norm's kernel also rounds the normalized rows.
         """
         if _rounds_itself(norm, residual, self.dtype):
             assert norm.weight is not None
             assert self.amax is not None
             constants = norm.eps, norm.weight_offset, norm.scale_in_fp32
             return rms_norm_round(x, residual, norm.weight, *constants, self.recipe, self.amax)
-        # Other norms write unrounded rows, and a second kernel rounds them.
+        # In all other cases, the norm writes unrounded rows, and a second kernel rounds them.
         normed, h, statistics = norm.forward(x, residual)
         return round_matrix(plain(normed.to(self.dtype)), self.recipe, amax=self.amax)[0], h, statistics
 
     def normed_again(self, norm: FusedNorm, h: Tensor, statistics: Tensor, *, for_weight: bool) -> Any:
-        """Recompute the normalized rows [N, C] for `forward` or, with ``for_weight``, for the weight gradient."""
+        """Recompute the normalized rows [N, C] from h and the statistics: for `forward` or, with ``for_weight``, for
+        the weight gradient.
+        """
         if for_weight and not self.recipe.rounds_dw:
             return norm.again(h, statistics, self.dtype).view(-1, h.shape[-1])
         if _rounds_itself(norm, h, self.dtype):
@@ -136,8 +139,8 @@ class Float8Product(Product):
     def gated_forward(self, rows: Any, act: str) -> tuple[Tensor, Tensor | None]:
         """Compute y from rounded rows.
 
-        The second result stands for `gated_act` of y. It is always None, because no float8 kernel computes y and
-        `gated_act` of y together.
+        Other classes may return `gated_act` of y as the second result. In this class, the second result is always None,
+        because no float8 kernel computes y and `gated_act` of y together.
         """
         return self.forward(rows), None
 
@@ -163,9 +166,9 @@ class Float8Product(Product):
         self, d_product: Tensor, gate_up: Tensor, act: str, down: Product, *, for_rows: bool,
         needs: ProjectionNeeds, need_product: bool, overwrite_gate_up: bool,
     ) -> tuple[Upstream, Any]:  # fmt: skip
-        """Compute the gradient of gate and up and the gated product; see `Product.gated_backward`.
+        """Compute the gated product and the gradient of gate and up; see `Product.gated_backward`.
 
-        If the unrounded gradient of gate and up is not needed, one kernel computes and rounds this gradient.
+        If the unrounded gradient of gate and up is not needed, the kernel that rounds this gradient also computes it.
         """
         # db is a sum over the unrounded gradient. With a bias, the gradient is therefore stored, and a second kernel
         # rounds it.
@@ -189,13 +192,14 @@ class Float8Product(Product):
         needs: ProjectionNeeds,
         totals: ProjectionGradients | None = None,
     ) -> ProjectionGradients:
-        """Compute dW and db; see `Product.gradients`. ``rows`` is a tensor, a `Matrix`, or a matrix rounded by
-        columns.
+        """Compute dW and db; see `Product.gradients`.
+
+        ``rows`` is a tensor, a `Matrix`, or a matrix that is already rounded by columns.
         """
         chunked = totals is not None
         wide = sum_dtype(self.dtype, chunked)
         weight = bias = None
-        # dW is a float8 product of columns or, without `rounds_dw`, a product of the unrounded dy and rows.
+        # dW is a product of dy and rows, which are rounded by columns or, without `rounds_dw`, not rounded.
         if rows is not None and needs.weight:
             if self.recipe.rounds_dw:
                 assert dy.columns is not None
