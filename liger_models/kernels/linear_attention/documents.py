@@ -25,7 +25,7 @@ def locate(cu_ptr, slot, documents, DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr
 
 
 def bounds(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """Return the bounds of the documents in the flattened tokens of x [B, T, ...].
+    """Return the bounds [documents + 1] of the documents in the flattened tokens of x [B, T, ...].
 
     Without ``cu_seqlens``, each row is a document.
     """
@@ -40,9 +40,10 @@ def count_documents(x: Tensor, cu_seqlens: Tensor | None) -> int:
 
 
 def slots(tokens: int, documents: int, block: int) -> int:
-    """Return the number of slots, an upper bound on the number of blocks. Kernels are launched for every slot.
+    """Return the number of slots (see `locate`) for blocks of ``block`` tokens. Kernels are launched for every slot.
 
-    The host cannot compute the number of blocks, because the documents' lengths are on the device.
+    The number of slots is an upper bound on the number of blocks. The host cannot compute the number of blocks itself,
+    because the documents' lengths are on the device.
     """
     return tokens // block + documents
 

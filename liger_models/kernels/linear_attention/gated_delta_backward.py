@@ -105,7 +105,8 @@ def scans_kernel(
     DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_OUT: tl.constexpr,
     HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Run the two scans of the backward, each in half of the programs. The scans do not depend on each other.
+    """Run the two scans of the backward at the same time, each in one half of the programs. The scans do not depend on
+    each other.
 
     The programs of the longer scan come first. On an H200, this launch takes 0.8 times as long as two launches, one for
     each scan.
@@ -152,10 +153,11 @@ def pair_kernel(
 ):  # fmt: skip
     """For one chunk and key head, compute dV and two matrices [C, C] with an element for each pair of tokens.
 
-    The matrices are E ∘ dO Dᵀ and −β · E ∘ dX Dᵀ, summed over the value heads. Each element is scaled by the inverse
-    norms of two tokens: the token of its row and the token of its column. The kernel also computes what these matrices
-    add to dβ and to the gradients of the running sums of g. A tile that is loaded through a descriptor may contain
-    tokens beyond the end of the document. The products are therefore masked beyond this end.
+    The matrices are E ∘ dO Dᵀ and −β · E ∘ dX Dᵀ, summed over the value heads. Each element is multiplied by two
+    inverse norms: the norm of the query (first matrix) or key (second matrix) of its row, and the norm of the key of
+    its column. The first matrix is also multiplied by ``scale``. The kernel also computes what these matrices add to dβ
+    and to the gradients of the running sums of g. A tile that is loaded through a descriptor may contain tokens beyond
+    the end of the document. The products are therefore masked beyond this end.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
@@ -188,7 +190,7 @@ def pair_kernel(
             at_dv = dv_ptr + (first * Hv + head) * DV + (rows[:, None] * (Hv * DV) + columns)
             tl.store(at_dv, (wide * beta[:, None]).to(k.dtype), mask=inside[:, None] & (columns < DV))
 
-        # The gradients of β and of the running sums of g are sums over rows and columns of E ∘ dX Dᵀ ∘ k̂ · k̂ᵀ.
+        # dβ and the gradients of the running sums of g contain sums over rows and columns of E ∘ dX Dᵀ ∘ k̂ · k̂ᵀ.
         product = tl.where(keep, product * _decays(total), 0.0)
         by_decay = product * kk
         by_row = tl.sum(by_decay, 1)
@@ -247,8 +249,8 @@ def _through_state(
 def _add_pairs(sum, pairs, x, once, PRECISION: tl.constexpr):
     """Compute ``sum`` + pairs @ x.
 
-    The product is in a loop of its own, which has one iteration if ``once`` is 1. Without this loop, only half of the
-    warps would compute the product.
+    The product is in a loop with ``once`` iterations. ``once`` is always 1, but the compiler does not know this.
+    Without the loop, only half of the warps would compute the product.
     """
     for _ in tl.range(0, once, num_stages=1):
         sum = tl.dot(pairs, x, sum, input_precision=PRECISION)
@@ -285,7 +287,8 @@ def query_gradients_kernel(
 
     Rows of q are multiplied elementwise by rows of a matrix product, and the results are summed. These rows of q are
     loaded through a descriptor. If they were loaded through pointers, Triton would convert the whole matrix product to
-    another layout before the sum. For the same reason, `key_gradients_kernel` loads rows of k through a descriptor.
+    another register layout before the sum. For the same reason, `key_gradients_kernel` loads rows of k through a
+    descriptor.
     """
     _, _, _, first, end = locate(cu_ptr, tl.program_id(0), documents, DOCUMENTS, C)
     if first == end:
@@ -352,7 +355,7 @@ def key_gradients_kernel(
         beta = tl.load(factor_ptr + 3 * head * tokens + at_head + rows, mask=inside, other=0.0)
         whole = tl.load(total_ptr + at_head + count - 1)
 
-        # Sum S ∘ dS, which is the gradient of the logarithm of the whole chunk's decay.
+        # Sum S ∘ dS, which is the gradient of the whole chunk's decay. `carried` is the gradient of its logarithm.
         product = tl.zeros([BLOCK_K], tl.float32)
         for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
             d_state = _tile(d_states, slot + head.to(tl.int32), 0, start, BLOCK_K, BLOCK_V)
@@ -360,7 +363,7 @@ def key_gradients_kernel(
             product += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
         carried = tl.sum(product, 0) * exp(whole)
 
-        # Compute R, the gradient of the keys' reads. R enters dβ and dk with the opposite sign.
+        # Compute the part of R that comes from S. R enters dβ and dk with a negative sign.
         read, along = _through_state(
             dx, states, head.to(tl.int32), at, slot + head.to(tl.int32), exp(total) * k_norm, keys,
             key_matrix, inside, C, BLOCK_K, DV, BLOCK_V, PRECISION, STAGES,
@@ -370,7 +373,7 @@ def key_gradients_kernel(
         tl.store(dbeta_ptr + at_out, d_beta, mask=inside)
         d_total = tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0) - along * beta
 
-        # Compute W, the gradient of the keys' writes.
+        # Compute the part of W that comes from dS.
         factor = exp(tl.where(inside, whole - total, float("-inf"))) * k_norm
         write, along = _through_state(
             d, d_states, head.to(tl.int32), at, slot + head.to(tl.int32), factor, keys, key_matrix, inside, C, BLOCK_K,

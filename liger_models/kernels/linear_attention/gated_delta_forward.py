@@ -213,7 +213,7 @@ def inverse_kernel(
         m21, m30 = _add_dots(m21, k2, k1, PRECISION), _add_dots(m30, k3, k0, PRECISION)
         m31, m32 = _add_dots(m31, k3, k1, PRECISION), _add_dots(m32, k3, k2, PRECISION)
 
-    # Scale the blocks, which gives the blocks of M.
+    # Scale the blocks of k · kᵀ to obtain the blocks of M.
     f0 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 0)
     f1 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 16)
     f2 = _load_factors(total_ptr, factor_ptr, k_norm_ptr, count, 32)
@@ -242,11 +242,11 @@ def scan(
     DK: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr,
     STORE_OUT: tl.constexpr, STORE_STATES: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Go through the chunks of a document in order, and store the output and the final state.
+    """Go through the chunks of a document in order, and store the final state and, with STORE_OUT, the output.
 
-    With STORE_STATES (for the backward), store D and the state before each chunk instead of the output and the final
-    state. There are few programs per multiprocessor, so each step must be short. To shorten the steps, earlier kernels
-    compute everything that all columns share, and offsets within a chunk are 32-bit numbers.
+    With STORE_STATES (for the backward), store D and the state before each chunk instead of the final state. There are
+    few programs per multiprocessor, so each step must be short. To shorten the steps, earlier kernels compute
+    everything that all columns share, and offsets within a chunk are 32-bit numbers.
     """
     n, head, key_head, v_columns = owned_columns(program, Hv, GROUP, DV, BLOCK_V)
     start, end = tl.load(cu_ptr + n).to(tl.int64), tl.load(cu_ptr + n + 1).to(tl.int64)

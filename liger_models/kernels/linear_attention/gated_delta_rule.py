@@ -1,4 +1,4 @@
-"""Gated delta rule: linear attention whose state is one matrix per head.
+"""Gated delta rule: linear attention that decays its state and updates it by the delta rule.
 
 S [Dk, Dv] is the state of a value head, and q̂ and k̂ are the L2-normalized query and key. The forward computes, for
 each value head and token, in fp32::
@@ -19,8 +19,9 @@ backward goes through the chunks in the opposite order. dS is the gradient of th
     dD = Pᵀ dO + e^{G − G_i} · K̂ dS,   dX = Aᵀ dD,   dV = β · dX
     dS ← e^G · dS + (scale · e^{G_i} · Q̂)ᵀ dO − (β · e^{G_i} · K̂)ᵀ dX
 
-The launch that computes dS also recomputes S and D, which do not depend on these gradients. In a chunk, queries and
-keys read the state, which gives dQ̂ and R, and keys write to the state, which gives W. ∘ is the elementwise product::
+The launch that computes dS also recomputes S and D, which do not depend on these gradients. Within a chunk, queries and
+keys read from the state, and keys write to it. dQ̂ and −β · R are the gradients through the reads. W and the last term
+of dK̂ are the gradients through the writes. ∘ is the elementwise product::
 
     dQ̂ = scale · (e^{G_i} · dO Sᵀ + (E ∘ dO Dᵀ) K̂)
     R = e^{G_i} · dX Sᵀ + (E ∘ dX Dᵀ) K̂    (i > j),   dβ_i = dX_i·V_i − k̂_i·R_i
@@ -174,8 +175,8 @@ class DeltaRule:
     def prepare(self, need_p: bool, inverse: Tensor | None = None) -> tuple[Tensor, ...]:
         """Compute A, P, the running sums of g, and further tensors that `scan` and `differentiate` need.
 
-        A, P and the running sums have one entry per value head in their first dimension. If A is already known, it is
-        passed as ``inverse``; otherwise ``inverse`` is None.
+        The module's docstring defines A and P. A, P and the running sums have one entry per value head in their first
+        dimension. If A is already known, it is passed as ``inverse``; otherwise ``inverse`` is None.
         """
         raise NotImplementedError
 
@@ -296,7 +297,7 @@ class GatedDeltaRule(DeltaRule):
         state_tiles, d_state_tiles = (_matrices(x, self.shape["BLOCK_K"], block_v) for x in (states, d_states))
         queries, keys = (_matrices(x.transpose(0, 1), CHUNK, self.shape["BLOCK_K"]) for x in (q, k))
 
-        # Compute E ∘ dO Dᵀ and β · E ∘ dX Dᵀ for each chunk, and their contributions to the gradients of β and of the
+        # Compute E ∘ dO Dᵀ and −β · E ∘ dX Dᵀ for each chunk, and their contributions to the gradients of β and of the
         # running sums of g.
         q_pairs, k_pairs = (k.new_empty(self.Hk, self.tokens, CHUNK) for _ in range(2))
         d_total, d_beta = (torch.empty_like(total) for _ in range(2))
@@ -318,7 +319,7 @@ class GatedDeltaRule(DeltaRule):
 
 
 def _matrices(x: Tensor, rows: int, columns: int) -> Any:
-    """Return a descriptor of a tensor x that holds many matrices. Kernels use it to load tiles [rows, columns]."""
+    """Return a descriptor with which kernels load tiles [rows, columns] of the matrices x [matrices, ..., ...]."""
     if x.data_ptr() % 16 or any(not size or size * x.itemsize % 16 for size in x.stride()[:2]):
         x = x.clone(memory_format=torch.contiguous_format)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows, columns])
@@ -379,10 +380,11 @@ def _backward_fake(d_out, d_final, q, k, v, g, beta, initial_state, *_):
 
 
 def register_delta_rule(name: str, rule: type[DeltaRule]) -> Callable[..., Any]:
-    """Register an op ``NAME`` that computes a delta rule, and its backward op ``NAME_backward``. Return the first op.
+    """Register an op called ``name`` that computes a delta rule, and its backward op ``{name}_backward``. Return the
+    first of these ops.
 
-    The op takes q, k, v, g, beta, initial_state, cu_seqlens, scale, normalize and need_out, and returns the output, the
-    final states and A.
+    The returned op takes q, k, v, g, beta, initial_state, cu_seqlens, scale, normalize and need_out, and returns the
+    output, the final states and A.
     """
 
     def forward(
@@ -508,7 +510,7 @@ def gated_delta_rule(
             state for each document. If None, this state is 0.
         return_state: whether to also return the state after the last token.
         cu_seqlens: [documents + 1] int32 or int64, the bounds of packed documents, ascending from 0 to T. B must be 1.
-            Tokens do not see other documents.
+            No state passes from one document to the next.
 
     Returns:
         The output [B, T, Hv, Dv] in the dtype of v. With ``return_state``, also the final state, in the shape of
@@ -530,8 +532,8 @@ def run_delta_rule(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute the output and the final states of a delta rule.
 
-    If `is_fused` is False, the rule runs in plain PyTorch. Otherwise, `step_kernel` computes a few tokens without
-    gradients, and ``op`` computes everything else.
+    If `is_fused` is False, the rule runs in plain PyTorch. Otherwise, `step_kernel` computes short sequences (at most
+    `STEP_TOKENS` tokens, not packed) without gradients, and ``op`` computes everything else.
     """
     T, Dk = k.shape[1], k.shape[3]
     scale = Dk**-0.5 if scale is None else float(scale)
@@ -604,8 +606,8 @@ def states_before(A: Tensor, b: Tensor, initial_state: Tensor | None = None) -> 
 
     Args:
         A, b: [parts, B, Hv, Dk, Dk] and [parts, B, Hv, Dk, Dv], the results of `gated_delta_transition` for each part;
-            or [parts, B, H] and [parts, B, H, N, P], the results of `ssd_transition`.
-        initial_state: [B, Hv, Dk, Dv], the state before the first part; None for 0.
+            or [parts, B, H] and [parts, B, H, N, P], the results of `ssd_transition` for each part.
+        initial_state: [B, Hv, Dk, Dv], the state before the first part; None if this state is 0.
 
     Returns:
         [parts, B, Hv, Dk, Dv], the state before each part.

@@ -11,16 +11,17 @@ def in_chunks(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, *, initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Compute linear attention with a state S [Dk, Dv] for each head: S ← exp(g) · S, S ← S + k dᵀ, o = qᵀ S.
+    """Compute linear attention: for each head and token, S ← exp(g) · S, S ← S + k dᵀ, o = qᵀ S.
 
-    With a decay for each channel, row c of S is multiplied by exp(g_c).
+    S [Dk, Dv] is the state of the head, and ``beta`` defines d. With a decay for each channel, row c of S is multiplied
+    by exp(g_c).
 
     Args:
         q, k: [B, H, T, Dk], fp32 or fp64.
         v: [B, H, T, Dv].
         g: the logarithms of the decays, at most 0: [B, H, T], or [B, H, T, Dk] for one decay per channel.
         beta: [B, H, T]. With beta, d = β · (v − kᵀ S) as in the delta rule. If beta is None, d = v.
-        initial_state: [B or documents, H, Dk, Dv]; None for 0.
+        initial_state: [B or documents, H, Dk, Dv]; None if S starts at 0.
         cu_seqlens: [documents + 1], the bounds of packed documents; None if each row is a document.
 
     Returns:
@@ -38,7 +39,7 @@ def in_chunks(
         state = state + k.mT * d
         return q @ state, state
 
-    # Find the document of each token. Without documents, each row is a document.
+    # Find the document of each token. Without `cu_seqlens`, each row is a document.
     token = torch.arange(T, device=v.device)
     edges = torch.arange(2, device=v.device) * T if cu_seqlens is None else cu_seqlens.long()
     # Search all of `edges` instead of edges[1:], because the Inductor of PyTorch 2.11 does not support a slice.
@@ -57,7 +58,8 @@ def in_chunks(
         Q, K, V, decay = (x[:, :, start : start + CHUNK] for x in (q, k, v, g))
         tokens_document = document[start : start + CHUNK]
 
-        # Find which tokens of the chunk see each other [C, C], and which tokens read the previous chunk's state [C, 1].
+        # Find for each token which tokens of the chunk it attends to [C, C], and whether it reads the previous chunk's
+        # state [C, 1].
         causal = torch.ones(len(tokens_document), len(tokens_document), dtype=torch.bool, device=v.device).tril()
         causal = causal & (tokens_document[:, None] == tokens_document)
         # Documents that began before this chunk continue from `state`. Others start from their initial state.
@@ -93,7 +95,8 @@ def in_chunks(
                 out = out + torch.einsum("bhtk,thkv->bhtv", x, initial[tokens_document]) * (1 - carried)
             return out
 
-        # Solve (I + M) D = β · (V − K̂ S) for D [.., C, Dv], and compute the output.
+        # Solve (I + M) D = β · (V − K̂ S) for D [.., C, Dv], where M is `system` and K̂ S is `read_state(K)`. Then
+        # compute the output.
         d = V
         if beta is not None:
             b = beta[:, :, start : start + CHUNK, None]

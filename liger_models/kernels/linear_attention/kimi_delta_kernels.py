@@ -84,7 +84,7 @@ def operands_kernel(
         product = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
         p = tl.where(diagonal, product[:, None], 0.0)
 
-    # Add the pairs of each level, [C, C].
+    # For each level, add the products of the pairs of tokens, [C, C].
     similarity = tl.zeros([C, C], tl.float32)
     for level in tl.range(0, LEVELS, num_stages=1):
         factor, keep = _level(total_ptr + at * DK, total, level, count, C, DK, DK, BLOCK_K)
@@ -339,7 +339,8 @@ def kimi_scans_kernel(
     BLOCK_V: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_OUT: tl.constexpr, HAS_FINAL: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Run the two scans of the backward, each in half of the programs, as in the gated delta rule."""
+    """Run the two scans of the backward at the same time, each in one half of the programs, as in the gated delta
+    rule."""
     programs = tl.num_programs(0) // 2
     program = tl.program_id(0)
     if program < programs:
@@ -512,7 +513,8 @@ def kimi_key_gradients_kernel(
         width, columns = DK - channel, channel + tl.arange(0, BLOCK)
         at_rows, mask = index[:, None] * DK + columns[None, :], inside[:, None] & (columns < DK)[None, :]
 
-        # Compute dX Sᵀ and D dSᵀ [C, BLOCK], and S ∘ dS, the gradient of the logarithm of the whole chunk's decay.
+        # Compute dX Sᵀ and D dSᵀ [C, BLOCK], and the row sums of S ∘ dS, which are the gradient of the whole chunk's
+        # decay.
         read, write = tl.zeros([C, BLOCK], tl.float32), tl.zeros([C, BLOCK], tl.float32)
         d_whole = tl.zeros([BLOCK], tl.float32)
         for start in tl.range(0, DV, BLOCK_V, num_stages=1):

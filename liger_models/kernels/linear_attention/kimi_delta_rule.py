@@ -199,7 +199,7 @@ def kimi_delta_rule(
             for each document. If None, this state is 0.
         return_state: whether to also return the state after the last token.
         cu_seqlens: [documents + 1] int32 or int64, the bounds of packed documents, ascending from 0 to T. B must be 1.
-            Tokens do not see other documents.
+            No state passes from one document to the next.
 
     Returns:
         The output [B, T, H, Dv] in the dtype of v. With ``return_state``, also the final state, in the shape of

@@ -1,10 +1,12 @@
 """Causal depthwise convolution over a few tokens, and the activation after it.
 
-The forward computes each channel in fp32. Inputs before the start of a sequence or document are taken from the initial
-state. Without an initial state, they are 0::
+The forward computes for each channel, in fp32::
 
     p_t = bias + Σ_j w_j · x_{t − K + 1 + j}      for j from 0 to K − 1
     y = cast(p · σ(p))                            or cast(p) without activation
+
+Inputs before the start of a sequence or document are taken from the initial state. Without an initial state, these
+inputs are 0.
 
 The backward recomputes p. Let dp = dy · σ(p) · (1 + p · (1 − σ(p))), or dp = dy without activation::
 
@@ -42,10 +44,10 @@ STEP_CHANNELS, STEP_WARPS = 128, 2
 
 
 def _inputs(x: Tensor, at: Tensor, document: Tensor, edges: Tensor, initial_state: Tensor | None, K: int) -> Tensor:
-    """Return the inputs x [1, T, C] of the tokens with the indices ``at``.
+    """Select the inputs of the tokens with the indices ``at`` from x [1, T, C].
 
-    If an index is before the start of the token's document, the input is from the initial state, or 0 if there is no
-    initial state.
+    If an index is before the start of its ``document``, the input is taken from the initial state, or is 0 if there is
+    no initial state.
     """
     if not x.shape[1]:
         x = x.new_zeros(len(x), 1, x.shape[2])
@@ -108,7 +110,7 @@ def short_conv_reference(
 def _before(x_ptr, initial_ptr, t, start, x_t, at_initial, inside, K: tl.constexpr, HAS_INITIAL: tl.constexpr):
     """Load the inputs of token t in fp32.
 
-    If t is before the start of the document, the inputs are loaded from the initial state.
+    If t is before the start of the document, the inputs are loaded from the initial state, or are 0 without one.
     """
     x = tl.load(x_ptr + t * x_t, mask=inside & (t >= start), other=0.0).to(tl.float32)
     if HAS_INITIAL:
@@ -186,11 +188,11 @@ def _conv_backward_kernel(
         x3 = _before(x_at, initial_ptr, first - 3, start, x_t, at_initial, inside, K, HAS_INITIAL)
         x2 = _before(x_at, initial_ptr, first - 2, start, x_t, at_initial, inside, K, HAS_INITIAL)
         x1 = _before(x_at, initial_ptr, first - 1, start, x_t, at_initial, inside, K, HAS_INITIAL)
-        # dx1, dx2 and dx3 are the sums of dx so far for the last three tokens. Keeping the last three values of d0
-        # would be simpler, but if a loop only passes values from one variable to the next, and the variables start from
-        # the same constant, Triton 3.6 and 3.7 drop these values.
+        # dx1, dx2 and dx3 are the sums of dx so far for the last three tokens. It would be simpler to keep the last
+        # three values of d0 instead. However, a loop would then only pass these values from one variable to the next.
+        # If such variables start from the same constant, Triton 3.6 and 3.7 lose the values.
         dx1, dx2, dx3 = none, none, none
-        # The gradient of token t − 3 needs dp up to token t, so the loop visits three more tokens of the document.
+        # The gradient of token t − 3 needs dp up to token t, so the loop also visits the three tokens after this block.
         for step in tl.range(0, last - first + 3, UNROLL, num_stages=STAGES):
             for i in tl.static_range(UNROLL):
                 t = first + step + i
@@ -364,7 +366,7 @@ def short_conv(
             C, K − 1], with a state for each document. If None, these inputs are 0.
         return_state: whether to also return the last K − 1 inputs, from which the next tokens continue.
         cu_seqlens: [documents + 1] int32 or int64, the bounds of packed documents, ascending from 0 to T. B must be 1.
-            Tokens do not see other documents.
+            Documents do not affect each other.
 
     Returns:
         The output [B, T, C] in the dtype of x. With ``return_state``, also the final state, in the shape of
@@ -395,7 +397,7 @@ def short_conv(
         is_step = T == 1 and cu_seqlens is None and return_state
         if is_step and initial_state is not None and not is_differentiable(x, weight, bias, initial_state):
             return STEP(x, weight, bias, initial_state, activation == "silu")
-        # The final state is a copy of inputs, which is computed in plain PyTorch, so its gradient needs no kernel.
+        # The final state is a copy of inputs. It is computed in plain PyTorch, so its gradient needs no kernel.
         out = FORWARD(x, weight, bias, initial_state, cu_seqlens, activation == "silu")
         return (out, _final_state(x, K, initial_state, cu_seqlens)) if return_state else out
     out, state = short_conv_reference(

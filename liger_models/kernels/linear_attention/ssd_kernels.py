@@ -121,7 +121,9 @@ def scans_kernel(
     N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Run the two scans of the backward, each in half of the programs. The scans do not depend on each other."""
+    """Run the two scans of the backward at the same time, each in one half of the programs. The scans do not depend on
+    each other.
+    """
     programs = tl.num_programs(0) // 2
     program = tl.program_id(0)
     if program < programs:
@@ -207,8 +209,8 @@ def _head_gradients(
     H: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr, P: tl.constexpr,
     BLOCK_P: tl.constexpr, HAS_D: tl.constexpr, FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """For one of the two tiles of a chunk, compute dx, dδ and a partial sum of dD, and the sums over the pairs whose
-    tokens are both in this tile.
+    """For one of the two tiles of a chunk, compute dx, dδ and a partial sum of dD. For all pairs of tokens that are
+    both in this tile, compute the terms of ``pairs`` and ``d_sums``; see `head_gradients_kernel`.
     """
     TILE: tl.constexpr = C // 2
     BEGIN: tl.constexpr = 0 if FIRST else TILE
@@ -216,7 +218,7 @@ def _head_gradients(
     inside = index < count - BEGIN
     dtype: tl.constexpr = x_ptr.dtype.element_ty
 
-    # All heads of the group share the products of B_j and C_i, [TILE, TILE]. The rows are j.
+    # All heads of the group share the products of B_j and C_i, [TILE, TILE], where j is the row and i is the column.
     b = _load_tile(b_ptr + BEGIN * b_t, index, b_t, count - BEGIN, N, BLOCK_N)
     c = _load_tile(c_ptr + BEGIN * c_t, index, c_t, count - BEGIN, N, BLOCK_N)
     keep, strict = index[:, None] <= index[None, :], index[:, None] < index[None, :]
@@ -286,7 +288,9 @@ def _far_pairs(
     dy_t, dy_h, H: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, N: tl.constexpr, BLOCK_N: tl.constexpr,
     P: tl.constexpr, BLOCK_P: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the sums over all pairs of tokens (j, i) with j in the first tile of a chunk and i in the second tile."""
+    """For all pairs of tokens (j, i) with j in the first tile of a chunk and i in the second tile, compute the terms of
+    ``pairs`` and ``d_sums``; see `head_gradients_kernel`.
+    """
     TILE: tl.constexpr = C // 2
     index = tl.arange(0, TILE)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -321,8 +325,8 @@ def head_gradients_kernel(
     P: tl.constexpr, BLOCK_P: tl.constexpr, DOCUMENTS: tl.constexpr, HAS_D: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """For HEADS heads, compute dx, dδ and partial sums of dD. Sum the gradient of each product C_i · B_j over these
-    heads.
+    """For HEADS heads, compute dx, dδ and partial sums of dD. Store the gradient of each product C_i · B_j, summed over
+    these heads, in ``pairs``.
 
     A chunk has two tiles of tokens and three programs: one program for each tile, and one for the pairs of tokens in
     different tiles. The decays between tokens depend on the running sums of g. The kernel therefore also computes what
@@ -414,8 +418,8 @@ def shared_gradients_kernel(
         gradient = tl.dot(state, tl.trans(scaled), gradient, input_precision=PRECISION)
 
     # Add the products with the tokens of the chunk: for dC, the tokens of this and the previous tile; for dB, the
-    # tokens of this and the next tile. The rows of ``pairs`` are j. The loop is separate, because otherwise only some
-    # of the warps would compute the products.
+    # tokens of this and the next tile. ``pairs`` has a row for each j and a column for each i. The loop is separate,
+    # because otherwise only some of the warps would compute the products.
     first_tile, last_tile = (tile, 1) if REVERSE else (0, tile)
     for other_tile in tl.range(first_tile, last_tile + 1, num_stages=1):
         start = other_tile * TILE
@@ -439,7 +443,8 @@ def decay_kernel(
 ):  # fmt: skip
     """Compute dg of HEADS heads of one chunk.
 
-    The decay of token k is a factor in four kinds of decays. dg of token k is the sum of the gradients from all four::
+    The decay of token k is a factor of four kinds of decays. dg of token k is the sum of the gradients from all four
+    kinds. For each kind, a previous kernel has stored sums in one of these tensors::
 
         d_sums     from a token before k to token k or a later token
         read       from the state before the chunk to token k or a later token

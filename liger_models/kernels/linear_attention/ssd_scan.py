@@ -69,7 +69,7 @@ STEP_TOKENS = 16
 """Maximum number of tokens for which the recurrence is computed token by token if no gradient is needed."""
 
 MOST_STATE = 256
-"""Maximum N that the kernels support."""
+"""Maximum number of rows (N) of a head's state for which there are kernels."""
 
 SUM_HEADS = 16
 SCAN_BLOCK, SCANS_BLOCK = (128, 32), (64, 64)
@@ -243,7 +243,10 @@ def _write_gradients(
     initial_state: Tensor | None, cu_seqlens: Tensor | None, dx: Tensor, d_b: Tensor, d_c: Tensor, d_delta: Tensor,
     dg: Tensor, d_d: Tensor, d_initial: Tensor,
 ) -> None:  # fmt: skip
-    """Write the gradients. dx, d_b and d_c may be columns of a wider tensor, whose rows are the tokens."""
+    """Compute the gradients, and write them to dx, d_b, d_c, d_delta, dg, d_d and d_initial.
+
+    dx, d_b and d_c may be column slices of a wider tensor, whose rows are the tokens.
+    """
     sizes = _Sizes(x, B, cu_seqlens)
     if not x.numel() or not B.numel():
         if d_final is not None and initial_state is not None:
@@ -475,12 +478,12 @@ def ssd_scan(
         B, C: [B, T, G, N], in the dtype of x. H / G consecutive heads share B and C.
         delta: [B, T, H], the step sizes; see `step_sizes`.
         g: [B, T, H] float32, the logarithm of the decay, at most 0.
-        D: [H], the factors of x in the output; None for 0.
+        D: [H], the factor of each head in the term D · x of the output; None if there is no such term.
         initial_state: [B, H, N, P] float32, the state before the first token, or [documents, H, N, P] with a state for
             each document. If None, this state is 0.
         return_state: whether to also return the state after the last token.
         cu_seqlens: [documents + 1] int32 or int64, the bounds of packed documents, ascending from 0 to T. The batch
-            must have one row. Tokens do not see other documents.
+            must have one row. No state passes from one document to the next.
 
     Returns:
         The output [B, T, H, P] in the dtype of x. With ``return_state``, also the final state, in the shape of
@@ -513,8 +516,8 @@ def ssd_scan_packed(
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute `ssd_scan` for x, B and C that are packed in one tensor. The gradients of x, B and C are written as one
-    tensor, too.
+    """Compute `ssd_scan` for x, B and C that are packed in one tensor. The backward also writes their gradients to one
+    tensor.
 
     Args:
         packed: [B, T, H · P + 2 · G · N], where the columns of x come first, then the columns of B, then the columns of

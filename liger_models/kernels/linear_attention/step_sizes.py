@@ -1,6 +1,7 @@
 """Step sizes and decays of recurrences with one decay per head.
 
-For each token and head, the step size δ and the logarithm g of the decay are computed in fp32 from one number d::
+For each token and head, the step size δ and the logarithm g of the decay are computed in fp32 from one number d, which
+is an element of ``dt``::
 
     δ = clamp(softplus(d + bias), limits),   g = −exp(A) · δ
 

@@ -2,13 +2,14 @@
 
 The projection x [B, T, U · R] has R columns for each of U units, such as heads. A part consists of the same slice of
 the R columns in every unit. An output holds one part, or several parts one after the other. Within a part, the columns
-of unit 0 come first, then the columns of unit 1, and so on. Each part can be multiplied by its own factor, in fp32::
+of unit 0 come first, then the columns of unit 1, and so on. Each part can be multiplied by its own factor, in fp32.
+Column i of unit u of a part is::
 
     y[part, u, i] = cast(scale · x[u, start of the part in a unit + i])
 
-One kernel writes all outputs. In the backward, the same kernel moves the gradients in the other direction. Nothing is
-saved. A program moves consecutive elements of one part, for a few tokens. Programs for the same tokens have adjacent
-indices, because the columns of different parts share cache lines of x.
+One kernel writes all outputs. In the backward, the same kernel moves the gradients in the other direction, so nothing
+is saved for the backward. A program moves consecutive elements of one part, for a few tokens. Programs for the same
+tokens have adjacent indices, because the columns of different parts share cache lines of x.
 """
 
 import functools
@@ -70,8 +71,8 @@ def _unit_parts_kernel(
             y_ptr = y0_ptr if OUTPUTS[p] == 0 else y1_ptr if OUTPUTS[p] == 1 else y2_ptr if OUTPUTS[p] == 2 else y3_ptr
             column_y = row * TOTALS[p] + COLUMNS[p] + column
             if not BACK:
-                # A thread that wrote more consecutive elements would read elements of x that are far apart, because
-                # units are unaligned.
+                # Let a thread write only two consecutive elements. A thread that wrote more would read elements of x
+                # that are far apart, because units are unaligned.
                 column_y = tl.max_contiguous(column_y, 2)
             at_y = y_ptr + token * TOTALS[p] + column_y
             value = tl.load(at_y if BACK else at_x, mask=mask, other=0.0)
@@ -118,7 +119,7 @@ def _move(
 
 
 def _empty(x: Tensor, units: int, sizes: Sequence[int], counts: Sequence[int]) -> tuple[Tensor, ...]:
-    """Allocate the outputs. Outputs that are not needed are empty."""
+    """Allocate the op's `MOST_OUTPUTS` outputs. Outputs without parts are empty."""
     rest = iter(sizes)
     widths = [units * sum(next(rest) for _ in range(count)) for count in counts]
     widths += [0] * (MOST_OUTPUTS - len(widths))
@@ -158,12 +159,12 @@ def unit_parts(
     Args:
         x: [B, T, U · R], float32, float16 or bfloat16.
         units: U.
-        outputs: for each of at most four outputs, a sequence with one number per part: the part's number of columns per
-            unit. In each unit, the parts come in this order, and R is the sum of all these numbers.
-        scales: a factor for each part; None for 1.
+        outputs: the widths of each output's parts, for at most four outputs. The width of a part is its number of
+            columns per unit. In each unit of x, the parts come in this order. R is the sum of all widths.
+        scales: a factor for each part; None if all factors are 1.
 
     Returns:
-        The outputs, [B, T, U · (sum of the numbers of columns)] each.
+        The outputs, [B, T, U · W] each, where W is the sum of the widths of the output's parts.
 
     Raises:
         ValueError: the shapes do not match, or there are more than four outputs.
