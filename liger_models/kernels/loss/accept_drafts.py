@@ -112,7 +112,7 @@ def accept_drafts(
         chosen: [rows, k + 1] int64, the model's choices.
         tokens: [rows, k + 1] int64, contiguous. Each row consists of the row's last token, which is overwritten, and
             the drafts.
-        agree: [rows, k] bool, whether each draft may be accepted; None to compare each draft with the model's choice.
+        agree: [rows, k] bool, whether each draft may be accepted; None to accept drafts that equal the model's choice.
         stops: [rows, S] int64, the stop tokens of each row, padded with −1.
         lengths: [rows] int32, number of cached tokens of each row; overwritten.
         remaining: [rows] int64, number of tokens that each row still needs; overwritten.

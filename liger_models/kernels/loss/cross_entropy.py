@@ -45,8 +45,8 @@ from liger_models.kernels.tiles import exp, next_power_of_2, num_warps, scale_an
 MAX_BLOCK, WIDE_BLOCK = 8192, 16384
 """Number of logits that a program holds in registers at a time. WIDE_BLOCK is for rows of more than 65,536 logits: only
 half as many rows are then in progress, so that they stay in the L2 cache until they are read again. On an H200, the
-speed of the kernel, relative to one read and one write of the logits, is 0.85 for V = 32,000, 0.79 for V = 128,256, and
-0.72 for V = 256,000."""
+speed of the kernel, relative to a kernel that only reads and writes the logits once, is 0.85 for V = 32,000, 0.79 for V
+= 128,256, and 0.72 for V = 256,000."""
 
 VECTOR = 8
 """Number of adjacent logits that one thread holds: 16 bytes in half precision. Each group of adjacent logits has its
@@ -104,7 +104,7 @@ class TokenStatistics(NamedTuple):
 def write_zeros(ptr, columns, V, BLOCK: tl.constexpr):
     """Fill a row [V] with zeros.
 
-    ``columns`` holds the numbers 0 to BLOCK − 1 in the layout in which the program stores elements.
+    ``columns`` holds the numbers 0 to BLOCK − 1, in the shape of the tensors that the program stores.
     """
     for start in range(0, V, BLOCK):
         tl.store(ptr + start + columns, tl.zeros(columns.shape, ptr.dtype.element_ty), mask=start + columns < V)

@@ -157,7 +157,7 @@ def _terms(
         factors: [N], the weight of each row's terms in the loss.
         terms: whether to return the terms [N, V].
         gradient: [N, V], to which the derivative of each term, multiplied by the row's factor, is written.
-        upstream: [N, V], the upstream gradient of each term. The gradient is multiplied by it, too.
+        upstream: [N, V], the upstream gradient of each term, by which ``gradient`` is also multiplied.
         sums: whether to return the sum [N] of each row's terms.
 
     Returns:
@@ -235,12 +235,14 @@ def distribution_divergence(
 ) -> Tensor:
     """Compute the divergence between a student's and a teacher's distribution.
 
+    The divergence of a row is a sum of V terms, one for each entry.
+
     Args:
         student: [..., V], log-probabilities, or probabilities if ``kind`` is "tvd".
         teacher: [..., V], log-probabilities, or probabilities if ``kind`` is "tvd" or "kl"; gets no gradient.
         kind: "forward_kl", "reverse_kl", "jsd", "tvd", "kl" or "kl_log".
         beta: β of jsd, in (0, 1).
-        eps: lower bound of p in the logarithm of kl.
+        eps: lower bound of the teacher's probability in the logarithm of kl.
         reduction: "none", "sum", "mean" for the mean over all terms, or "batchmean" for the mean over rows. Ignored
             rows do not count.
         labels: [...]. Rows whose label is ``ignore_index`` are ignored; other labels have no effect. If None, no row is

@@ -19,9 +19,9 @@ The gradient is::
     cosine      dD/dz_j = β · (cos(z, u) · z_j / |z|² − u_j / (|z| · |u|))
     others      dD/dz_j = (a_j − q_j · Σ a) / τ
 
-At β = 0 and β = 1, the formula of jsd is 0. For β = 0, jsd stands for forward_kl, which is the limit of jsd/β for β →
-0. For β = 1, jsd stands for reverse_kl, which is the limit of jsd/(1 − β) for β → 1. On request, the loss of a token
-also includes the cross entropy of z and a target, at temperature 1.
+At β = 0 and β = 1, the formula of jsd is 0. In these two cases, another divergence is computed instead. For β = 0, it
+is forward_kl, the limit of jsd/β for β → 0. For β = 1, it is reverse_kl, the limit of jsd/(1 − β) for β → 1. On
+request, the loss of a token also includes the cross entropy of z and a target, at temperature 1.
 
 The rows are processed in chunks, as in `linear_cross_entropy`, with a logits buffer for each model. The loss is a
 scalar, so the forward computes the gradients. The forward and the backward together take four matrix products: the
@@ -107,7 +107,9 @@ def over_mixture(s: Tensor, t: Tensor, beta: float) -> Tensor:
 
 
 def token_divergence(kind: str, z: Tensor, u: Tensor, beta: float, temperature: float) -> Tensor:
-    """Compute D [...] from logits z and u [..., V] in plain PyTorch. The function is differentiable."""
+    """Compute the divergence [...] of each token in plain PyTorch, from the student's logits z and the teacher's logits
+    u, both [..., V]. The function is differentiable.
+    """
     if kind == "cosine":
         return beta * (1 - F.cosine_similarity(z, u, -1, NORM_FLOOR))
     s = (z / temperature).log_softmax(-1).clamp_min(LOWEST)  # finite, so that p · log p is 0 for a logit of −inf
@@ -163,7 +165,9 @@ def linear_divergence_reference(
 
 
 def kind_or_limit(kind: str, beta: float) -> str:
-    """Return the name of the divergence or, for jsd with β = 0 or 1, the name of its limit."""
+    """Return the name of the divergence to compute: "forward_kl" for jsd with β = 0, "reverse_kl" for jsd with β = 1,
+    and otherwise ``kind``.
+    """
     return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, kind) if kind == "jsd" else kind
 
 
@@ -179,9 +183,10 @@ def check_divergence(op: str, divergence: str, beta: float, temperature: float) 
 
 @triton.jit
 def summand(s, t, beta, KIND: tl.constexpr):
-    """Compute the terms of D, and ``a``, from the student's log-probabilities s and the teacher's log-probabilities t.
+    """Compute the terms of the divergence D, and ``a``, from the log-probabilities s of the student and t of the
+    teacher.
 
-    KIND is the index of the divergence in `KINDS`.
+    The module's docstring defines D and ``a``. KIND is the index of the divergence in `KINDS`.
     """
     q = exp(s)
     p = exp(t)
@@ -421,7 +426,7 @@ def divergence_of_rows(
     softcap, teacher_softcap = options.softcap, options.teacher_softcap
     N, V = student.shape
     soft, hard = (torch.empty(N, dtype=torch.float32, device=student.device) for _ in range(2))
-    out = student if gradient is None else gradient  # not written without a gradient
+    out = student if gradient is None else gradient  # without a gradient, the kernel writes nothing to `out`
     block = min(next_power_of_2(V), MAX_BLOCK)
     with on_device_of(student):
         _divergence_kernel[(N,)](

@@ -80,7 +80,7 @@ class VocabShard:
     """A rank's shard of the vocabulary. The rows of the head's weight are split as ``torch.chunk`` splits them.
 
     Attributes:
-        ranks: the process group that shards the vocabulary.
+        ranks: the process group over which the vocabulary is sharded.
         vocabulary: V, the size of the whole vocabulary.
     """
 
@@ -145,7 +145,7 @@ def _vocab_parallel_statistics(
     log_total = (maxima - maximum + log_totals).logsumexp(0)
     lse = maximum + log_total
     owner = (target.where(valid, 0) // vocab_shard.shard_size)[None]
-    # This avoids the difference lse − z_y, which would cancel for a target near the maximum.
+    # This avoids the difference lse − z_y, which would lose digits for a target near the maximum.
     log_probs = ((maxima - maximum).gather(0, owner) + target_logits.gather(0, owner))[0] - log_total
     squared = z_loss * lse.square()
     loss = (smoothing - 1) * log_probs + smoothing * lse - mean_shares.sum(0) + squared
@@ -222,7 +222,9 @@ class TokensInputs(NamedTuple):
 
 
 class TokensSaved(NamedTuple):
-    """What `linear_cross_entropy_tokens` saves for the backward: its inputs, and log Σ exp(z) of each row."""
+    """What `linear_cross_entropy_tokens` saves for the backward: its inputs, and ``lse`` [N, 2] (max z and Σ exp(z −
+    max z) of each row).
+    """
 
     inputs: TokensInputs
     lse: Tensor
@@ -266,7 +268,7 @@ def _walk_chunks(
             results = _vocab_parallel_statistics(logits, target[part], options, shard)
             part_lse = results.lse
 
-        # With a sharded vocabulary this launch computes only the gradient.
+        # With a sharded vocabulary, this launch computes only the gradient.
         if part_lse is None or any(needs):
             local_results = token_statistics(
                 logits, local_target[part], inputs.class_weight, *local_options, predict=predict, lse=part_lse,

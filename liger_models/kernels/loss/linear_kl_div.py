@@ -91,8 +91,8 @@ def _linear_kl_div_kernel(
     logits_stride, p_stride, gradient_stride, V, ignore_index, eps, inverse_temperature, softcap, logit_scale,
     GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, LOWEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes D of one row [V]. With GRADIENT, the program also computes the gradient of the row's
-    logits.
+    """Each program computes the divergence of one row [V]. With GRADIENT, the program also computes the gradient of the
+    row's logits.
     """
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * logits_stride
@@ -161,7 +161,7 @@ def _rows(logits, p, gradient, target, factors, options) -> Tensor:
     temperature, eps, ignore_index, softcap, logit_scale = options
     N, V = logits.shape
     loss = torch.empty(N, dtype=torch.float32, device=logits.device)
-    out = logits if gradient is None else gradient  # not written without a gradient
+    out = logits if gradient is None else gradient  # without a gradient, the kernel writes nothing to `out`
     block = min(next_power_of_2(V), MAX_BLOCK)
     with on_device_of(logits):
         _linear_kl_div_kernel[(N,)](

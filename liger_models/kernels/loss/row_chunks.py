@@ -59,16 +59,16 @@ def _equal_rows(N: int, limit: int) -> int:
 
 
 def chunk_rows(N: int, V: int, itemsize: int, workspace_mib: int | None, *, trained: bool = True) -> int:
-    """Return the number of rows per chunk, chosen so that the buffers of a chunk fit into the budget and all chunks
-    have about the same size.
+    """Return the number of rows per chunk, chosen so that the buffers of a chunk take at most ``workspace_mib`` and all
+    chunks have about the same size.
 
     The result is a multiple of ROW_MULTIPLE, which makes matrix products fast. A chunk has at least ROW_MULTIPLE rows,
-    even if its buffers then exceed the budget.
+    even if its buffers are then larger than ``workspace_mib``.
 
     Args:
         N: number of rows.
         V: size of the vocabulary.
-        itemsize: bytes that the buffers take per row and vocabulary entry.
+        itemsize: number of bytes that the buffers take for each row and vocabulary entry.
         workspace_mib: maximum size of the buffers in MiB; None for the default.
         trained: whether dweight is needed. If not, a chunk has at most FROZEN_ROWS rows by default.
     """
@@ -240,8 +240,8 @@ def walk_chunks(
             buffer. The buffer is read only if a gradient is needed. If the logits have the dtype of x, the buffer and
             the logits are the same tensor.
         logits_dtype: dtype of the logits; None for the dtype of x.
-        together: number of chunks whose gradients are collected for one matrix product. It has an effect only if the
-            gradients of the logits have a buffer of their own.
+        together: number of chunks whose logit gradients are collected and then multiplied in one matrix product. This
+            argument has an effect only if the gradients of the logits have a buffer of their own.
 
     Returns:
         ``(results, dx, dweight, dbias)``, where ``results`` is a list of the results of all rows, [N] each. The list is

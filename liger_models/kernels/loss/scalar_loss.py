@@ -68,7 +68,8 @@ def scaled(gradients: Sequence[Tensor], factor: Tensor, dtypes: Sequence[torch.d
 
 
 def _scale_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute ``x · scale`` in ``dtype``, in one kernel, without a temporary tensor in a wider dtype."""
+    """Compute ``x · scale``, and round the product to ``dtype`` in the same kernel, so that no wider tensor is
+    stored."""
     return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
 
 
@@ -189,10 +190,10 @@ class HandOver(torch.autograd.Function):
     """Autograd function that runs the op of a scalar loss outside compiled graphs. Its backward scales the gradients in
     place.
 
-    The op is called as ``op(*inputs)``. The tensors come first among the inputs, and ``tensors`` is their number. The
-    op returns, in this order: the loss, other results that have no gradient, one gradient for each input in
-    ``indices``, and a scale by which these gradients must still be multiplied. The gradient of an input that needs no
-    gradient may be any tensor.
+    ``HandOver.apply(op, tensors, indices, *inputs)`` calls ``op(*inputs)``. The first ``tensors`` inputs are tensors or
+    None. The op returns, in this order: the loss, other results that have no gradient, one gradient for each input
+    whose index is in ``indices``, and a scale by which these gradients must still be multiplied. For an input that
+    needs no gradient, the op may return any tensor as the gradient.
 
     A second backward (``retain_graph``) runs the op again, because the first backward has scaled and returned the
     gradients. A second derivative (``create_graph``) raises an error.

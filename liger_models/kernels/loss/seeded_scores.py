@@ -5,12 +5,14 @@ token.
 
     score_t = z_t − log E_t,   E_t = −log(1 − u_t),   u_t = (hash(seed, step, t) + ½) / 2³²
 
-E is exponentially distributed. Imagine one exponential clock per token, with the rate exp(z_t). The clock of token t
-rings first with probability softmax(z)_t. The clock of token t rings at the time E_t / exp(z_t), whose logarithm is log
-E_t − z_t = −score_t. The clock that rings first therefore has the highest score. The random numbers are hashes, so the
-numbers of a row do not depend on the other rows, and all devices get the same numbers up to rounding.
+z holds the logits of a row, and t is a token. E is exponentially distributed. Imagine one clock per token, which rings
+after an exponentially distributed time with the rate exp(z_t). The clock of token t rings first with probability
+softmax(z)_t. The clock of token t rings at the time E_t / exp(z_t), whose logarithm is log E_t − z_t = −score_t. The
+clock that rings first therefore has the highest score. The random numbers are hashes, so the numbers of a row do not
+depend on the other rows, and all devices get the same numbers up to rounding.
 
-The hash takes about twenty integer operations. In plain PyTorch, each operation is a pass over an int64 tensor [B, V].
+The hash takes about twenty integer operations. In plain PyTorch, each of these operations is a pass over an int64
+tensor [B, V]. The kernel reads each logit once and writes each score once.
 
 Source: https://arxiv.org/abs/1411.0030 (Gumbel-max), https://nullprogram.com/blog/2018/07/31/ (hash).
 """

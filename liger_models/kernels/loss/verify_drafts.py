@@ -1,7 +1,8 @@
-"""Speculative sampling: decides which drafts are accepted, and draws tokens in place of rejected drafts.
+"""Speculative sampling: decides which drafts (proposed tokens) are accepted, and draws other tokens in place of
+rejected drafts.
 
 Let p be the model's distribution for a token, and let q be the distribution from which the draft d of the token was
-drawn. E and u are random numbers as in `seeded_scores`. u is the number for the index V, which no token has::
+drawn. E_t and u are random numbers as in `seeded_scores`, where u belongs to the index V, which no token has::
 
     p = softmax(z)                              of the scores z, which by default are the logits x
     d is accepted if u · q_d < p_d
@@ -11,8 +12,9 @@ drawn. E and u are random numbers as in `seeded_scores`. u is the number for the
     log_prob = x_token − log Σ_t exp(x_t)
 
 The chosen token has the distribution p. If d is rejected, the formula samples a token t with a probability proportional
-to max(0, p_t − q_t): each t has an exponential clock with this rate, and the clock of the sampled token rings first.
-Each program reads the logits of a token twice: first to compute the sums, and then to choose the token.
+to max(0, p_t − q_t): as in `seeded_scores`, each t has an exponential clock, here with this rate, and the clock of the
+sampled token rings first. Each program reads the logits of a token twice: first to compute the sums, and then to choose
+the token.
 
 Source: https://arxiv.org/abs/2211.17192.
 """
