@@ -153,8 +153,8 @@ def _gated_norm_backward_kernel(
 def _as_rows(groups: int, *tensors: Tensor) -> list[Tensor]:
     """Return the tensors [..., D] as [outer, H, D] with contiguous rows, without a copy where possible.
 
-    H is 1 if there is a single group and all tensors are contiguous. Otherwise, H is the size of the second to last
-    dimension. If there are several groups, H is the number of groups.
+    H is 1 if there is a single group and all tensors are contiguous or one-dimensional. In all other cases, H is the
+    size of the second to last dimension, which is the number of groups if there are several groups.
     """
     tensors = tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
     shape = tensors[0].shape
@@ -177,8 +177,8 @@ def _gradients_like(x: Tensor, gate: Tensor, weight: Tensor | None) -> tuple[Ten
 
 
 def _rows_of(x: Tensor, groups: int) -> tuple[int, int]:
-    """For x [outer, H, D], return two numbers: the number of rows that share a weight, and the number of these rows
-    within one outer index.
+    """For x [outer, H, D], return two numbers: the number of rows that share a weight, and how many of these rows have
+    the same index in the first dimension.
     """
     inner = 1 if groups > 1 else x.shape[1]
     return x.shape[0] * inner, inner
