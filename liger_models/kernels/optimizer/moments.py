@@ -83,7 +83,7 @@ def encode(values: Tensor, dtype: torch.dtype, generator: torch.Generator | None
     x = values.abs() / scales.where(scales >= SMALLEST, math.inf).repeat_interleave(WIDTH, -1)[..., : values.shape[-1]]
     x = x.where(x < 1, 1)  # NaN also becomes 1
 
-    # Find the nearest code below x and the code after it. A random number decides between them.
+    # Find the largest code whose value is at most x, and the next code. A random number chooses one of the two.
     low = (x ** (1 / power) * levels).floor().clamp(max=levels - 1)
     below, above = (low / levels) ** power, ((low + 1) / levels) ** power
     draw = 0.5 if generator is None else torch.rand(x.shape, dtype=x.dtype, device=x.device, generator=generator)
@@ -123,7 +123,7 @@ def encoded(value, draw, LEVELS: tl.constexpr):
     if LEVELS == 255:
         root = tl.sqrt(root)
 
-    # Find the nearest code below x and the code after it. A random number decides between them.
+    # Find the largest code whose value is at most x, and the next code. A random number chooses one of the two.
     low = tl.minimum(tl.floor(root * LEVELS), LEVELS - 1.0)
     below = low * (1.0 / LEVELS)
     above = (low + 1) * (1.0 / LEVELS)
