@@ -247,13 +247,15 @@ def latent_heads(
     """Build queries, keys and values of latent attention in one kernel, and rotate queries and keys.
 
     Args:
-        q: [B, T, H · (N + R)], float32, float16 or bfloat16, with any strides between tokens.
-        kv: [B, T, H · (N + V)] in the dtype of q. Each head has the first part of its key, then its value.
-        k_rope: [B, T, R] in the dtype of q, the second part of the keys, which all heads share.
+        q: [B, T, H · (N + R)], float32, float16 or bfloat16, with any strides between tokens. Each head has N elements
+            that are not rotated, then R elements that are rotated.
+        kv: [B, T, H · (N + V)] in the dtype of q. Each head has the N elements of its key that are not rotated, then
+            the V elements of its value.
+        k_rope: [B, T, R] in the dtype of q, the R elements of the keys that are rotated. All heads share them.
         cos, sin: [B or 1, T, R / 2], cos and sin of the angles at each token's position, preferably in float32; None
             for no rotation. The tables get no gradient.
         num_heads: H.
-        interleaved: whether to rotate the pairs (2i, 2i + 1) of the second parts instead of (i, i + R/2).
+        interleaved: whether the R elements are rotated in the pairs (2i, 2i + 1) instead of (i, i + R/2).
 
     Returns:
         ``(q, k, v)``: [B, T, H, N + R] twice, and [B, T, H, V], contiguous, in the dtype of q.

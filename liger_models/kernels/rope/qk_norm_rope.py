@@ -326,7 +326,9 @@ def qk_norm_rope(
     scale_in_fp32: bool = False,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the packed projection, and normalize and rotate q and k, in one kernel. The packed tensor is saved.
+    """Split the packed projection, and normalize and rotate q and k, in one kernel.
+
+    The packed tensor is saved for the backward.
 
     Args:
         qkv, cos, sin, num_heads, num_kv_heads, head_dim: as in `rope_qkv`.

@@ -92,7 +92,9 @@ def _weights(
     slot, member, inside, wq_ptr, wk_ptr, GROUP: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Load the norm's weight for each head in fp32, in the layout of `load_heads`. Values have the weight 1."""
+    """Load the norm's weight for each head in fp32, as two tensors [ROWS, BLOCK] like the results of `load_heads`. The
+    weight of values is 1.
+    """
     weight = choose(member < GROUP, wq_ptr + slot * 0, wk_ptr + slot * 0)
     # For values, the weight of keys is loaded but not used.
     w1, w2 = load_heads(weight, inside, D, HALF, BLOCK, False)
@@ -291,7 +293,9 @@ def qkv_norm_rope(
     *,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the packed projection, normalize every head, and rotate q and k, in one kernel. The packed tensor is saved.
+    """Split the packed projection, normalize every head, and rotate q and k, in one kernel.
+
+    The packed tensor is saved for the backward.
 
     Args:
         packed: [B, T, (H + 2 G) · D], where each KV head has its query heads, its key and its value. Without values,

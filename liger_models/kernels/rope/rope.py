@@ -33,7 +33,7 @@ MIN_WARPS, MAX_WARPS = 4, 16
 ELEMENTS_PER_WARP = 512
 """Number of elements of one token's heads that a warp processes. A program of four warps then has 16 heads of 128
 elements, so three programs process 32 query heads, 8 keys and 8 values without idle lanes. In bf16, a thread loads 16
-bytes of each half into 32 registers."""
+bytes of each half of a head."""
 
 PAIRS_PER_WARP = 16
 """Maximum number of a head's pairs per warp. If a program had fewer threads than a token has angles, Triton would pass
@@ -482,8 +482,8 @@ def liger_rotary_pos_emb(
             equal, and only the first half is read.
         position_ids: ignored, as in transformers, because the tables already hold the angles of each token's position.
         unsqueeze_dim: the dimension of q and k that holds the heads, 1 or 2.
-        rotary_dim: R, the number of leading elements of a head that are rotated; None for the width of the tables. R is
-            needed only if the tables consist of the first half alone (GPT-OSS).
+        rotary_dim: R, the number of leading elements of a head that are rotated; None for the width of the tables. Pass
+            ``rotary_dim`` if the tables consist of the first half alone (GPT-OSS).
 
     Returns:
         The rotated q and k, as new tensors of the same shapes and dtypes.
