@@ -29,9 +29,9 @@ SAMPLED = 4096
 def check_ranks(model: Decoder, batch: Mapping[str, Any] | None = None) -> None:
     """Raise ValueError on all ranks if the ranks' models differ, or if ranks that share a batch have different batches.
 
-    A model that `apply_fsdp`, `apply_tp`, `apply_cp` or `apply_ep` has distributed calls this function before its
-    first forward. Your own loop may call the function again, on all ranks. The function synchronizes with the device.
-    Without a process group, the function does nothing.
+    After `apply_fsdp`, `apply_tp`, `apply_cp` or `apply_ep`, the model calls this function before its first forward.
+    Your own loop may call the function again, on all ranks. The function synchronizes with the device. Without a
+    process group, the function does nothing.
 
     Args:
         model: the model. Its class, its configuration, and the shapes, dtypes and ``requires_grad`` of its parameters
@@ -137,7 +137,7 @@ def check_first_forward(
         if isinstance(hook, FirstForward):
             averaged |= hook.averaged
             del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
-    # Writing to a weight changes its version. From then on, the sample of the weight no longer counts.
+    # Writing to a weight changes its version. From then on, the sample of the weight is ignored.
     versions = {name: version_of(parameter) for name, parameter in model.named_parameters()}
     dated = {name: (sample, versions[name]) for name, sample in samples.items() if name in versions}
     # The hook must run before FSDP's hooks, because FSDP's hooks exchange parameters and would hang if ranks differed.
@@ -222,8 +222,8 @@ def _check_averaged(model: Decoder, replicas: Collection[int]) -> None:
     function = "apply_tp" if groups.context is None else "apply_cp"
     ddp = DistributedDataParallel._get_active_ddp_module()
     over = [] if ddp is None else [dist.get_process_group_ranks(ddp.process_group)]
-    # The meshes come from FSDP's states instead of the parameters, because FSDP's hook may already have gathered the
-    # parameters of the model's own group.
+    # Read the meshes from FSDP's states instead of the parameters, because FSDP's hook may already have gathered the
+    # parameters in the root module's group.
     states = [module._get_fsdp_state() for module in fsdp_modules(model)]
     sharded: list[Any] = [state._fsdp_param_group for state in states if state._fsdp_param_group]
     over += [group.mesh_info.mesh.mesh.flatten().tolist() for group in sharded]

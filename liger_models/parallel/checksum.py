@@ -58,8 +58,8 @@ def weight_checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
 def frozen_checksum(model: nn.Module) -> str:
     """Return the `weight_checksum` of a model's frozen weights. The result does not depend on the sharding.
 
-    For a quantized weight, the checksum covers the codes and the scales, but not the factors of the scales, because
-    `apply_tp` replicates these factors on each rank.
+    For a quantized weight, the checksum covers the codes and the scales. It does not cover the tensor ``factors``, with
+    which NF4 scales are dequantized, because `apply_tp` replicates this tensor on each rank.
     """
     frozen = ((name, value) for name, value in model.named_parameters() if not value.requires_grad)
     return weight_checksum(

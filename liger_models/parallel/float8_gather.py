@@ -1,8 +1,9 @@
 """FSDP2 with weights that are gathered in float8. Each rank rounds its own rows, and sends one byte per element.
 
-A layer whose weight has a single scale (`convert_to_float8`, recipe "tensorwise") multiplies float8 codes. Once a rank
-knows amax_l, the largest absolute value of the whole weight W_l of layer l, it can compute the codes of its own rows.
-MAX is the largest float8 value, and q(W_l) are the codes of the whole weight::
+A layer whose weight has a single scale (`convert_to_float8`, recipe "tensorwise") multiplies by the float8 codes of its
+weight, which are the rounded weight values. Once a rank knows amax_l, the largest absolute value of the whole weight
+W_l of layer l, the rank can compute the codes of its own rows. MAX is the largest float8 value, and q(W_l) are the
+codes of the whole weight::
 
     amax_l = max over the ranks of max |W_l| over the rank's rows     one all-reduce for all layers, before the forward
     q(W_l) = all-gather of float8(W_l · MAX / amax_l)                 one byte for each number
@@ -38,7 +39,7 @@ class _Weight:
 
     Args:
         linear: the layer of the weight.
-        parameter: FSDP2's record of the layer's weight.
+        parameter: FSDP2's ``FSDPParam`` object for the layer's weight.
         dtype: dtype to which a weight is cast before it is rounded.
         amax: [1] fp32, the largest absolute value of the whole weight. `Float8Gather` updates it.
         inverse: [] fp32, the reciprocal of the scale. `Float8Gather` updates it.
@@ -54,9 +55,9 @@ class _Weight:
         parameter._unsharded_param = nn.Parameter(unknown, requires_grad=linear.weight.requires_grad)
 
     def attach(self) -> Tensor:
-        """Return this rank's rows. If FSDP2's extension methods are missing from this tensor, attach them first.
+        """Return the tensor of this rank's rows. If it lacks FSDP2's extension methods, attach them first.
 
-        The methods are lost when a module is moved, because its tensors are replaced.
+        The methods are lost when a module is moved to another device, because its tensors are replaced.
         """
         weight = self.linear.weight
         sharded = weight if isinstance(weight, DTensor) else self.parameter.sharded_param
@@ -129,7 +130,7 @@ class Float8Gather:
 
 
 def _parameters(model: nn.Module) -> Iterable[Any]:
-    """Yield FSDP2's record of each parameter that FSDP2 has sharded."""
+    """Yield FSDP2's ``FSDPParam`` object for each parameter that FSDP2 has sharded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()

@@ -56,14 +56,14 @@ def apply_fsdp(
 ) -> Sharded:
     """Shard a model's parameters, gradients and optimizer state over the ranks of a mesh, in place.
 
-    The parameters of a group are gathered together. The groups are: the embedding; each block, including the blocks of
-    a vision tower; and the head, which stays gathered until its backward. A tied embedding and head form one group,
-    which stays gathered from its first to its last use. Each layer whose parameters are used and trained in fp32, such
-    as the decays of Mamba-2, is a separate group, which is gathered and reduced in fp32. The group of the model itself
-    consists of the final norm and, in a vision tower, the parameters outside the blocks. If `apply_ep` has distributed
-    a layer's experts, the experts on a rank form a group, which is sharded over the ranks that hold the same experts.
-    If only one rank holds the experts of such a group, and the experts already have ``param_dtype``, FSDP2 neither
-    shards nor casts them.
+    The parameters are divided into groups, and the parameters of a group are gathered together. The groups are: the
+    embedding; each block, including the blocks of a vision tower; and the head, which stays gathered until its
+    backward. A tied embedding and head form one group, which stays gathered from its first to its last use. Each layer
+    whose parameters are used and trained in fp32, such as the decays of Mamba-2, is a separate group, which is gathered
+    and reduced in fp32. The group of the model itself consists of the final norm and of all parameters of a vision
+    tower outside its blocks. If `apply_ep` has distributed a layer's experts, the experts on a rank form a group, which
+    is sharded over the ranks that hold the same experts. If only one rank holds the experts of such a group, and the
+    experts already have ``param_dtype``, FSDP2 neither shards nor casts them.
 
     Parameters keep their dtype (fp32 for master weights), and the computation uses ``param_dtype``. Weights that
     `quantize_base` has quantized or that `from_pretrained` has kept in float8 are sharded and gathered in their
@@ -82,9 +82,9 @@ def apply_fsdp(
             already. Each head of a `LigerMedusa` is a group.
         mesh: the mesh of all ranks that was passed to `apply_tp`, `apply_cp` and `apply_ep`. The dimension of
             `apply_tp` is left out, and the dimensions of `apply_cp` and `apply_ep` are merged with the data-parallel
-            dimension. The remaining mesh has one dimension, or two named dimensions for HSDP: the first dimension
-            counts replicas, and the second dimension counts the ranks that share a replica. After `apply_tp`, you may
-            also pass ``mesh["dp"]``. Default: all ranks, in one dimension.
+            dimension. The remaining mesh has one dimension, or two named dimensions for HSDP: the first dimension is
+            over the replicas, and the second dimension is over the ranks that share a replica. After `apply_tp`, you
+            may also pass ``mesh["dp"]``. Default: all ranks, in one dimension.
         param_dtype: dtype of gathered parameters, and thus of the computation. None: the dtype of the parameters.
         reduce_dtype: dtype in which gradients are averaged over the ranks. None: ``param_dtype``. Within one host,
             gradients that are averaged in fp32 are sent in ``param_dtype``, in which the backward computes them.
@@ -254,9 +254,9 @@ def _set_prefetch(model: Decoder, prefetch: int, *, tied: bool) -> None:
 
 
 def _make_frozen_parameters() -> None:
-    """Make FSDP2 create parameters whose dtype is uint8.
+    """Allow FSDP2 to shard parameters whose dtype is uint8.
 
-    Before PyTorch 2.13, FSDP2 creates parameters with requires_grad=True, which raises an error for uint8 tensors.
+    Before PyTorch 2.13, FSDP2 creates all parameters with requires_grad=True, which raises an error for uint8 tensors.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 

@@ -34,9 +34,8 @@ def reshard(model: nn.Module) -> None:
 def end_pass(model: nn.Module) -> None:
     """Clean up after an exception has interrupted a forward or backward.
 
-    The process group must have only one rank. Gradients are dropped.
-
-    Without this call, FSDP2 would treat the next forward as a part of the interrupted pass.
+    Without this call, FSDP2 would treat the next forward as a part of the interrupted pass. Gradients that FSDP2 has
+    not reduced yet are dropped. The process group must have only one rank.
     """
     states: list[Any] = [module._get_fsdp_state() for module in fsdp_modules(model)]
     for state in states:

@@ -3,7 +3,7 @@ sends shards of the result back.
 
 The result for each matrix is computed only once, by one of the ranks that hold shards of the matrix. With HSDP, the
 rank that computes the result may belong to any replica. If some ranks hold the whole matrix, for example the matrix of
-an expert, one of these ranks computes the result, and no shards are exchanged.
+an expert, one of these ranks computes the result, and no shards need to be gathered.
 """
 
 import math
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
         local: index that selects the piece's rows in the rank's shard. The leading dimensions of the shard are
             flattened.
         rows: index that selects the piece's rows in the unit.
-        columns: which columns of the unit are in the shard. The piece has all columns of the shard.
+        columns: the columns of the unit that the rank's shard contains. The piece has all of these columns.
         shape: number of rows and number of columns.
     """
 
@@ -66,7 +66,10 @@ class Unit(NamedTuple):
 
 
 class Exchange:
-    """Processes the units of all parameters that are sharded over the same ranks, one bucket of units at a time.
+    """Processes the units of all parameters that are sharded over the same ranks.
+
+    The units are divided into buckets, which are processed one after the other. A rank gathers about `BUCKET` elements
+    per bucket.
 
     All ranks of the group must create the exchange together.
 
@@ -267,12 +270,12 @@ def _group(mesh: Any) -> Any:
 def _candidates(
     shape: Sequence[int], parts: Sequence[Part], rows: Sequence[Tensor], device: torch.device
 ) -> list[_Candidate]:
-    """Divide a parameter into units. No unit is larger than a bucket, and there are enough units to give one to every
-    possible owner.
+    """Divide a parameter into units. A unit of several matrices has at most about `BUCKET` elements. If there are
+    enough matrices, every possible owner can get a unit.
 
     Args:
         shape: shape of the parameter.
-        parts: the part of each rank.
+        parts: for each rank, the part of the parameter that the rank holds.
         rows: the rows of the parameter's matrices (`matrix_rows`).
         device: device of the indices in the pieces.
     """

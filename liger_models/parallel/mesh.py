@@ -77,7 +77,7 @@ def data_mesh(mesh: DeviceMesh, groups: ParallelGroups, experts: Group | None) -
         )
     experts_mesh = None if experts is None else _without(mesh, ep)
     if cp or ep:
-        # Only the last two dimensions can be merged. A dimension before them counts HSDP's replicas.
+        # Only the last two dimensions can be merged. A dimension before them is over HSDP's replicas.
         dimensions = mesh.mesh_dim_names or ()
         if mesh.size() != world_size() or (cp or ep) not in dimensions[-2:]:
             raise ValueError(

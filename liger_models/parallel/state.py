@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 LATEST = "latest"
 SHARED = "shared.pt"
-"""Name of the file with the state that ranks share: step, number of ranks, scheduler, gradient scaler, description of
-the model, and settings."""
+"""Name of the file with the state that ranks share: step, number of ranks, scheduler, gradient scaler, the result of
+`describe` for the model, and settings."""
 
 _in_flight: set[Path] = set()
 """The run folders in which a background save is in progress."""
@@ -113,7 +113,7 @@ def save_state(
             f"save_state: the previous save in {folder} must be finished, got one in progress. Call its result() first."
         )
 
-    # A missing rank would make the collectives below hang.
+    # Wait for all ranks, because a missing rank would make the collectives below hang.
     wait_for_ranks(f"save_state {folder} {step}")
     checkpoint, temporary = _checkpoint(folder, step), folder / f".step-{step:08d}.tmp"
     group = _cpu_group()
@@ -153,7 +153,7 @@ def save_state(
     if optimizer is not None:
         fresh = not optimizer.state
         tensors["optimizer"] = get_optimizer_state_dict(model, optimizer)
-        # PyTorch has created the optimizer state with a step on zero gradients, which would count as a step.
+        # To create the optimizer state, PyTorch has run a step on zero gradients. This step must not count.
         if fresh:
             optimizer.state.clear()
             tensors["optimizer"]["state"] = {}
@@ -393,7 +393,7 @@ def _tensors(model: nn.Module) -> dict[str, Any]:
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer, names: set[str]) -> dict[str, Any]:
-    """Return an optimizer state for the parameters called ``names``. A saved state is then loaded into this state.
+    """Return an optimizer state for the parameters called ``names``. The caller loads the saved state into this state.
 
     A parameter that never had a gradient has no state in the checkpoint.
     """

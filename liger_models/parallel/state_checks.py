@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 MAY_DIFFER = ("dropout", "initializer_range")
-"""Settings whose names have these endings may change when a run resumes. These settings do not affect how saved weights
-are used."""
+"""Endings of the names of settings that may change when a run resumes. These settings do not change what the model
+computes from its weights in evaluation."""
 FROZEN, FORMER = "checksum of the weights under the adapters", "checksum of the frozen weights"
-"""Key of the checksum in the description of a model, and the key that version 0.1.0 wrote instead."""
+"""FROZEN is the key under which `describe` returns the checksum of the base weights. Version 0.1.0 wrote the key FORMER
+instead."""
 _ANOTHER = "Resume with the model and the options that the run began with, or start another run in another folder."
 
 
@@ -139,17 +140,18 @@ def _flatten(name: str, value: Any) -> dict[str, str]:
 
 
 def check_model(checkpoint: Path, now: Mapping[str, str], saved: Mapping[str, str] | None) -> None:
-    """Raise ValueError if the description of the model differs from the saved description.
+    """Raise ValueError if the result of `describe` differs from the result that was saved.
 
     Args:
         checkpoint: folder of the checkpoint.
         now: the result of `describe` for the model.
-        saved: the description in the checkpoint; None if an earlier version has written the checkpoint.
+        saved: the result of `describe` in the checkpoint; None if an earlier version has written the checkpoint without
+            it.
     """
     saved = now if saved is None else saved
     skipped = {FROZEN, FORMER} if FORMER in saved else set()
     names = [name for name in {**saved, **now} if saved.get(name) != now.get(name) and name not in skipped]
-    # If two dataclasses have different classes, do not list the differences in their fields.
+    # If a configuration has another class than the saved one, do not list the differences in its fields.
     names = [name for name in names if "." not in name or name.partition(".")[0] not in names]
     if names:
         changes = "; ".join(f"{name} {now.get(name)} instead of {saved.get(name)}" for name in names)
@@ -161,8 +163,8 @@ def check_optimizer(checkpoint: Path, state: Mapping[str, Mapping[str, Any]], me
 
     Args:
         checkpoint: folder of the checkpoint.
-        state: maps the name of each parameter that has an optimizer state to this state. The saved state will be loaded
-            into it.
+        state: maps the name of each parameter that has an optimizer state to this state. The caller will overwrite
+            these states with the saved states.
         metadata: metadata of the checkpoint.
     """
     # Maps the name of a parameter to the names of the values in its state.

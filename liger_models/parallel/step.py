@@ -133,7 +133,8 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the norm of the gradients must be finite, got {total.item()}. Find the step where the "
             "loss rose, or lower the learning rate."
         )
-    # Each rank scales its own shards. Scaling DTensors would first determine a layout of the result on each mesh.
+    # Each rank scales its own shards. Scaling DTensors would be slower, because PyTorch would first determine the
+    # placement of each result.
     shards: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         shard = local(gradient)
