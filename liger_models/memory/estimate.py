@@ -54,7 +54,7 @@ class TrainingMemory(NamedTuple):
             activations can use this memory.
         logits: the logits of one chunk and, if the head has a bias, a copy of the head's weight that also holds the
             bias.
-        blocks: for each policy, what each block saves.
+        blocks: for each policy, the activations that each block saves.
         moments: for each block, the bytes of the optimizer's moments that may be kept in host memory.
         staging: the buffer through which the device reads and writes moments in host memory.
         largest: the largest gradient of a parameter.
@@ -350,8 +350,8 @@ def _block_bytes(model: Decoder, block: nn.Module, tokens: int, dtype: torch.dty
             for name, parameter in block.named_parameters()
         }
 
-        # The batch is one row of tokens. A mask with ``counted`` stands for any mask. With it, attention saves the same
-        # tensors as a fused kernel.
+        # The batch is one row of tokens. A mask with ``counted`` stands for any mask. With such a mask, attention saves
+        # the same tensors as a fused kernel.
         shape = (1, tokens, model.config.hidden_size)  # [1, tokens, C]
         x, residual = (torch.empty(shape, dtype=dtype, device="cpu").requires_grad_() for _ in range(2))
         layout = model.layout((1, tokens), residual, position_ids=torch.arange(tokens, device="cpu"))

@@ -1,11 +1,11 @@
 """The search behind `plan_memory`. It compares all ways to fit a training step into memory.
 
 Blocks that save the same bytes and take the same time to recompute are of one type, and the search only chooses how
-many blocks of each type get each policy. The peak depends on two sums over blocks (bytes kept on the device, and bytes
-offloaded) and on two maxima: the most bytes that the backward recomputes for a single block, and the bytes of the
-largest offloaded tensor. The search tries all pairs of upper bounds for the two maxima. For each pair of bounds, the
-search compares the sums of all choices that stay within the bounds. A choice is dropped if another choice takes fewer
-bytes and less time.
+many blocks of each type get each policy. The peak depends on two sums over blocks (bytes of activations that are kept
+on the device, and bytes of activations that are offloaded) and on two maxima: the most bytes that the backward
+recomputes for a single block, and the bytes of the largest offloaded tensor. The search tries all pairs of upper bounds
+for the two maxima. For each pair of bounds, the search compares the sums of all choices that stay within the bounds. A
+choice is dropped if another choice takes fewer bytes and less time.
 """
 
 import functools
@@ -24,8 +24,9 @@ from liger_models.memory.estimate import TrainingMemory
 from liger_models.memory.step_times import StepTimes
 
 KEPT, MOVED, SECONDS, COUNTS = 0, 1, 2, 3
-"""Columns of the sums over blocks: bytes that stay on the device, offloaded bytes, and seconds of recomputation. After
-these, column ``COUNTS + 3 · type + policy`` is the number of blocks with the given type and policy."""
+"""Columns of the sums over blocks: bytes that stay on the device, offloaded bytes, and seconds of recomputation. The
+following columns count blocks: with three policies, column ``COUNTS + 3 · type + policy`` is the number of blocks that
+have the type with index ``type`` and the policy with index ``policy``."""
 
 
 class Candidate(NamedTuple):
@@ -133,15 +134,17 @@ class Search:
         if self.fastest is not None and self._least_seconds(offloaded, case.ceiling) >= self._seconds:
             return
 
-        # Compute the sums worth comparing, [S, columns] and [A, columns]. After the flip, the first row of `stay` has
-        # the fewest bytes and the most seconds, and the last row has the most bytes and the fewest seconds.
+        # Compute the sums of the choices that were not dropped, [S, columns] and [A, columns]. After the flip, the
+        # first row of `stay` has the fewest bytes and the most seconds, and the last row has the most bytes and the
+        # fewest seconds.
         stay = self._sums(self._count_types(offloaded, False), case.ceiling, None)
         away = self._sums(self._count_types(offloaded, True), case.ceiling, case.largest)
         if not len(stay) or not len(away):
             return
         stay = stay.flip(0)
 
-        # Drop offloaded sums that lose to the fastest candidate even in combination with the fastest row of `stay`.
+        # Drop rows of `away` that are not faster than the fastest candidate, even if combined with the fastest row of
+        # `stay`.
         if self.fastest is not None:
             seconds = self.times.step(stay[-1, SECONDS] + away[:, SECONDS], away[:, MOVED], 0, False)
             away = away[seconds < self._seconds]
@@ -165,7 +168,8 @@ class Search:
         kept, _, stay_seconds = stay[:, :COUNTS].T.contiguous()  # contiguous for the bisection
         freed = self._freed(case.offload)[:, None]  # [H, 1]
 
-        # Compute the table of peaks for the smallest sum that stays, and find the smallest peak in it.
+        # Compute the table of peaks for the first row of `stay`, which has the fewest bytes, and find the smallest
+        # peak.
         with_activations, without_activations = self._peaks(case, away, freed, in_backward)
         peaks = torch.maximum(with_activations + kept[0], without_activations)
         cell = int(peaks.argmin())
@@ -174,14 +178,14 @@ class Search:
             host_count, away_index = divmod(cell, len(away))
             self.smallest = Candidate(stay[0], away[away_index], case.offload, host_count, in_backward)
 
-        # Find the cells [N] that fit and that, with the least recomputation, would beat the fastest candidate.
+        # Find the cells [N] that fit and that would be faster than the fastest candidate if they recomputed the least.
         seconds = self.times.step(stay_seconds[-1] + away[:, SECONDS], away[:, MOVED], freed, in_backward)
         cells = ((peaks <= self.room) & (seconds < self._seconds)).flatten().nonzero()[:, 0]
         if not len(cells):
             return
         host_counts, away_indices = cells // len(away), cells % len(away)
 
-        # For each cell, the fastest sum that stays is the sum that keeps the most bytes and still fits.
+        # For each cell, the fastest row of `stay` that fits is the row that keeps the most bytes and still fits.
         stay_indices = torch.searchsorted(kept, self.room - with_activations.flatten()[cells], right=True) - 1
         recomputed = stay_seconds[stay_indices] + away[away_indices, SECONDS]
         seconds = self.times.step(recomputed, away[away_indices, MOVED], freed[host_counts, 0], in_backward)  # [N]
