@@ -158,7 +158,9 @@ def sum_rows(rows: Tensor, group: Group | None) -> Tensor:
 
 
 def rows_by_rank(tokens: Tensor, group: Group | None) -> Tensor:
-    """Flatten tokens [..., T, C] to rows [N, C]. With sequence parallelism, the rows are ordered by rank."""
+    """Flatten tokens [..., T, C] to rows [N, C]. With sequence parallelism, the rows of rank 0's tokens come first,
+    then the rows of rank 1's tokens, and so on.
+    """
     tokens = tokens if group is None or not group.sequence_parallel else by_rank(tokens, group.size)
     return tokens.reshape(-1, tokens.shape[-1])
 

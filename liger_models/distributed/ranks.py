@@ -17,7 +17,8 @@ Result = TypeVar("Result")
 _calls: Counter[str] = Counter()
 """Counts the calls of `long_work`, `run_on_rank_zero` and `wait_for_ranks` for each name."""
 BITS = 62
-"""Number of ranks whose flags fit into one of the store's integers, which are signed 64-bit integers."""
+"""Number of ranks whose flags `wait_for_ranks` stores in one integer. The integers of the process group's store are
+signed 64-bit integers."""
 PATIENCE = timedelta(seconds=30)
 """Time after which `wait_for_ranks` warns and lists the ranks for which it waits."""
 
@@ -72,7 +73,7 @@ def long_work(name: str) -> Iterator[None]:
 
     Raises:
         TimeoutError: no unfinished rank has shown a sign of life for the length of the process group's timeout.
-        ConnectionError: rank 0, which holds the store, has ended.
+        ConnectionError: rank 0 has ended, and with it the store through which the ranks communicate.
     """
     if world_size() == 1:
         yield
@@ -105,7 +106,7 @@ def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
 
     Raises:
         TimeoutError: rank 0 did not call this function within the process group's timeout, or has ended.
-        ConnectionError: rank 0, which holds the store, has ended.
+        ConnectionError: rank 0 has ended, and with it the store through which the ranks communicate.
     """
     if world_size() == 1:
         return work()
@@ -142,7 +143,7 @@ def wait_for_ranks(name: str) -> None:
 
     Raises:
         TimeoutError: a rank did not make this call within the process group's timeout.
-        ConnectionError: rank 0, which holds the store, has ended.
+        ConnectionError: rank 0 has ended, and with it the store through which the ranks communicate.
     """
     if world_size() > 1:
         with _lost_store(name):
@@ -220,7 +221,7 @@ def _sign_of_life(key: str) -> Iterator[None]:
 
 
 def _wait(key: str, message: str) -> None:
-    """Wait for the key "done" in the store.
+    """Wait until the key ``{key} done`` is in the store, as long as heartbeats arrive.
 
     Raises:
         TimeoutError: no heartbeat has arrived for the length of the process group's timeout.
