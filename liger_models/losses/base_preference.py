@@ -34,11 +34,13 @@ class PreferenceMetrics(NamedTuple):
     """Metrics of a loss over pairs, without gradients, in the order of Liger-Kernel's metrics.
 
     Attributes:
-        chosen_logps, rejected_logps: [pairs] l(y) of each sequence.
+        chosen_logps, rejected_logps: [pairs] the log-probability l(y) of each sequence.
         chosen_logits_mean, rejected_logits_mean: [] mean of all logits before the softcap. `from_log_probs` sets
             both means to None.
-        nll_loss: [] the NLL, or 0 if the loss does not include the NLL.
-        chosen_rewards, rejected_rewards: [pairs] β·r(y) of each sequence.
+        nll_loss: [] the mean negative log-probability of the tokens in the chosen sequences (NLL), or 0 if the loss
+            does not include the NLL.
+        chosen_rewards, rejected_rewards: [pairs] the implicit reward β·r(y) of each sequence. r(y) is l(y) minus the
+            log-probability under the reference model, if there is one.
     """
 
     chosen_logps: Tensor
@@ -90,8 +92,8 @@ class PreferenceLoss(FusedLinearLoss):
     """A loss that is computed from the log-probabilities of whole sequences.
 
     Args:
-        beta: β, the coefficient of r(y); must not be negative.
-        average_log_prob: whether l(y) is the mean over the tokens instead of the sum.
+        beta: β, the coefficient of r(y) (see the module's docstring); must not be negative.
+        average_log_prob: whether the log-probability of a sequence is the mean over its tokens instead of the sum.
         use_ref_model: whether to compare the policy with a reference model.
         **head: arguments of `FusedLinearLoss`.
     """
@@ -114,17 +116,17 @@ class PreferenceLoss(FusedLinearLoss):
             )
 
     def _sequence_log_probs(self, log_probs: Tensor, target: Tensor) -> Tensor:
-        """Compute l(y) [B] from the tokens' log-probabilities [B, T]."""
+        """Compute the log-probabilities l(y) [B] of sequences from the tokens' log-probabilities [B, T]."""
         valid = target != self.ignore_index  # [B, T]
         total = log_probs.where(valid, 0).sum(-1)
         return total / valid.sum(-1).clamp_min(1) if self.average_log_prob else total
 
     def _ratios(self, log_probs: Tensor, target: Tensor, reference: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute l(y) [B], which is detached, and r(y) [B].
+        """Compute the log-probabilities l(y) [B] of sequences, detached, and r(y) = l(y) − l_ref(y) [B].
 
         Args:
-            log_probs: [B, T], the policy's log-probabilities.
-            reference: [B], l_ref(y); None without a reference model.
+            log_probs: [B, T], the policy's log-probabilities of tokens.
+            reference: [B], l_ref(y); None without a reference model, for r(y) = l(y).
         """
         logps = self._sequence_log_probs(log_probs, target)
         return logps.detach(), logps if reference is None else logps - reference
@@ -137,7 +139,10 @@ class PreferenceLoss(FusedLinearLoss):
         ref_weight: Tensor | None = None,
         ref_bias: Tensor | None = None,
     ) -> Tensor | None:
-        """Compute l_ref(y) [B] without gradients. Return None if the loss does not use a reference model."""
+        """Compute the reference model's log-probability l_ref(y) of each sequence, [B], without gradients.
+
+        Return None if the loss does not use a reference model.
+        """
         # The reference model's values must be given in exactly one form, and only if the loss uses a reference model.
         references = [tensor is not None for tensor in (ref_input, ref_weight, ref_log_probs)]
         allowed = ([True, True, False], [False, False, True]) if self.use_ref_model else ([False] * 3,)
@@ -170,7 +175,7 @@ class PreferenceLoss(FusedLinearLoss):
     def _mean_logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the mean of each sequence's logits, [B].
 
-        The mean is computed from the means of x and weight, so the logits are never built.
+        The mean is computed from the means of x and weight, so the logits themselves are not computed.
         """
         # The mean of x · Wᵀ over tokens and vocabulary is the product of two means: of x over tokens, and of W over the
         # vocabulary.
@@ -184,7 +189,7 @@ class PairLoss(PreferenceLoss, ABC):
     """A loss over pairs. The first half of the rows are chosen sequences, and the second half are rejected ones.
 
     Args:
-        alpha: weight of the NLL.
+        alpha: weight of the NLL, the mean negative log-probability of the tokens in the chosen sequences.
         compute_nll_loss: whether to add the NLL.
         Others: as in `PreferenceLoss`.
     """
@@ -208,7 +213,7 @@ class PairLoss(PreferenceLoss, ABC):
 
     @abstractmethod
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Compute the losses [pairs] from r(y_w) [pairs] and r(y_l) [pairs]."""
+        """Compute the losses [pairs] from r(y_w) of the chosen and r(y_l) of the rejected sequences, both [pairs]."""
 
     def _check_loss_type(self, loss_type: str, allowed: tuple[str, ...], label_smoothing: float) -> None:
         name = self._name

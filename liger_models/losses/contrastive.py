@@ -28,7 +28,8 @@ from torch.nn import functional as F
 from liger_models.kernels.loss.linear_cross_entropy import linear_cross_entropy
 
 WORKSPACE_MIB = 512
-"""Size in MiB of a chunk of the similarity matrix. A chunk with fewer than 128 queries is enlarged to 128 queries."""
+"""Maximum size in MiB of a chunk of the similarity matrix. A chunk has at least 128 queries, even if it is then
+larger."""
 
 
 class _EmbeddingLoss(nn.Module):

@@ -45,5 +45,5 @@ class LigerFusedLinearCPOLoss(ReferenceFreePairLoss):
         self.loss_type, self.label_smoothing = loss_type, label_smoothing
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Compute the losses [pairs] from l(y_w) [pairs] and l(y_l) [pairs]."""
+        """Compute the losses [pairs] from l(y_w) of the chosen and l(y_l) of the rejected sequences, both [pairs]."""
         return margin_losses(self.loss_type, self.beta * (chosen - rejected), self.beta, self.label_smoothing)

@@ -89,7 +89,7 @@ class LigerFusedLinearDPOLoss(PairLoss):
         self.loss_type, self.label_smoothing, self.discopop_tau = loss_type, label_smoothing, discopop_tau
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Compute the losses [pairs] from r(y_w) [pairs] and r(y_l) [pairs]."""
+        """Compute the losses [pairs] from r(y_w) of the chosen and r(y_l) of the rejected sequences, both [pairs]."""
         loss_type = self.loss_type
         # `margin_losses` computes the losses that depend only on the margin. The losses below depend on r(y_w) and
         # r(y_l) separately, except for discopop.

@@ -285,7 +285,10 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Compute what `forward` returns, from the policy's log-probabilities [B, T] at the given temperature."""
+        """Compute what `forward` returns, given the policy's log-probabilities [B, T] of the completions.
+
+        They must be computed from logits that are divided by ``temperature``.
+        """
         if num_items_in_batch is not None and self.loss_type not in TOKEN_MEANS:
             raise ValueError(
                 f"{self._name}: num_items_in_batch is for dapo, cispo and vespo, got it with {self.loss_type!r}."
@@ -375,7 +378,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         return -torch.minimum(bounded * A, clipped * A)
 
     def _vespo_weight(self, log_ratio: Tensor, A: Tensor, mask: Tensor, vllm_is_ratio: Tensor | None) -> Tensor:
-        """Compute φ(W) [B, 1] of vespo from log W."""
+        """Compute the weight φ(W) [B, 1] of vespo for each sequence. ``log_ratio`` [B, T] holds log w of each token."""
         # log W is a sum over the sequence. Each token's term is clamped, and so is the sum.
         log_w = (log_ratio.clamp(-LOG_MAX, LOG_MAX) * mask).sum(-1, keepdim=True)  # [B, 1]
         if vllm_is_ratio is not None:

@@ -46,6 +46,6 @@ class LigerFusedLinearSimPOLoss(ReferenceFreePairLoss):
         self.label_smoothing, self.gamma = label_smoothing, gamma
 
     def pair_losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
-        """Compute the losses [pairs] from l(y_w) [pairs] and l(y_l) [pairs]."""
+        """Compute the losses [pairs] from l(y_w) of the chosen and l(y_l) of the rejected sequences, both [pairs]."""
         margin = self.beta * (chosen - rejected) - self.gamma
         return margin_losses("sigmoid", margin, self.beta, self.label_smoothing)
