@@ -49,14 +49,14 @@ class CapturedStep:
                 f"capture: batch must have labels, because a step needs a loss, got {', '.join(batch) or 'nothing'}."
             )
 
-        # The tensors that the graphs read. Each call overwrites them.
+        # The tensors that the graphs read. Each call copies its batch into these tensors.
         self._batch = {
             name: value.detach().to(model.device, copy=True) if isinstance(value, Tensor) else value
             for name, value in batch.items()
         }
 
-        # If this state changes, calls raise an error, because a graph would miss the change. The gradients stay at the
-        # addresses that they have in the first capture.
+        # A graph cannot react to changes of the model's state, so calls raise an error if the state has changed. The
+        # gradients keep the addresses that they have in the first capture.
         self._state = self._model_state()
         self._gradients: list[Tensor | None] | None = None
         self._graphs: dict[str, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -87,8 +87,8 @@ class CapturedStep:
                 "step: since the capture, no parameter may have been moved, replaced, frozen or unfrozen, and the "
                 "model must be in the same mode (train or eval), got another state. Call capture again."
             )
-        # If all gradients are None, the first graph sets them. If they are the step's own tensors, the second graph
-        # adds to them.
+        # If all gradients are None, the graph "set" sets them. If they are the step's own tensors, the graph "add" adds
+        # to them.
         grads = [parameter.grad for parameter in self.parameters]
         fresh = all(grad is None for grad in grads)
         expected = grads if fresh or self._gradients is None else self._gradients
@@ -216,7 +216,7 @@ def _check_model(model: Decoder) -> None:
     stepping = [path for path, p in model.named_parameters() if getattr(p, "_post_accumulate_grad_hooks", None)]
     hooked = [path or name for path, module in model.named_modules() if is_hooked(module)]
 
-    # Each pair is a condition, and the message if the condition does not hold.
+    # Each pair is a condition, and the error message for a model that does not meet the condition.
     for holds, message in (
         (device in ("cpu", "cuda"), f"the model must be on a CUDA GPU or the CPU, got {device}. Move it."),
         (any(p.requires_grad for p in model.parameters()), f"{name} must have parameters that train, got none."),

@@ -41,7 +41,7 @@ class CausalLM(Decoder):
 
     Args:
         config: the sizes and constants of the model.
-        kernels: the parts that run on fused kernels. Default: all parts.
+        kernels: the parts of the model that run on fused kernels. Default: all parts.
     """
 
     accepts_loss_kwargs: ClassVar[bool] = True
@@ -53,7 +53,8 @@ class CausalLM(Decoder):
 
     @property
     def peft_config(self) -> Any:
-        """This property always raises an error: PEFT can only adapt ``unpack_projections(model)``.
+        """This property always raises an error: PEFT can adapt only a model with unpacked projections; see
+        `unpack_projections`.
 
         Raises:
             AttributeError: code outside of PEFT reads the property.
@@ -146,9 +147,9 @@ class CausalLM(Decoder):
 
         Args:
             policy, offload_layers: as for `Decoder.set_checkpointing`. With policy "auto",
-                `liger_models.memory.plan_memory` chooses the policy and the number of layers, such that a step with
-                AdamW fits into the budget and is as fast as possible. The plan assumes that AdamW's moments are on the
-                device, in the dtype of the weights.
+                `liger_models.memory.plan_memory` chooses the policy and the number of offloaded layers, such that a
+                step with AdamW fits into the budget and is as fast as possible. The plan assumes that AdamW's moments
+                are on the device, in the dtype of the weights.
             budget: with "auto", the available device memory, either in bytes or as a text such as "60GB" or "80%".
             tokens: with "auto", the number of tokens in a batch, B · T.
 
@@ -393,7 +394,7 @@ class CausalLM(Decoder):
             revision: branch, tag or commit.
             dtype: dtype of the weights, or its name, such as "bf16"; None or "auto" for the dtype of the checkpoint.
             device: device onto which the weights are loaded, tensor by tensor.
-            kernels: the parts that run on fused kernels. Default: all parts.
+            kernels: the parts of the model that run on fused kernels. Default: all parts.
             strict: whether unknown keys of config.json are an error instead of a warning.
             progress: whether rank 0 shows progress bars.
             cache_dir, token, local_files_only, force_download: as in huggingface_hub.
@@ -493,7 +494,7 @@ class CausalLM(Decoder):
 def check_config(config: object, also: str = "") -> None:
     """Raise TypeError unless ``config`` is a dataclass.
 
-    The error message adds ``also``, which names other accepted types.
+    The text ``also`` names other accepted types. It becomes a part of the error message.
     """
     if not is_dataclass(config) or isinstance(config, type):
         is_place = isinstance(config, str | PathLike)

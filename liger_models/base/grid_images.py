@@ -30,10 +30,10 @@ class GridLayout(BatchLayout):
 class GridImageModel(VisionLanguageModel):
     """A vision-language model that takes the patches and the grid of each image and each video.
 
-    The vision tower takes patches [N, values] and grids [n, 3]. It returns the image tokens [N / merge², C] and a list
-    of DeepStack features, which may be empty. Each DeepStack feature has the shape of the image tokens. The tower has
-    the attribute ``merge``, and turns each square of ``merge`` × ``merge`` patches into one image token. The tower's
-    layer ``patch_embed`` embeds patches.
+    The vision tower takes patches [N, values], and grids [n, 3] with the frames, rows and columns of each image or
+    video. It returns the image tokens [N / merge², C] and a list of DeepStack features, which may be empty. Each
+    DeepStack feature has the shape of the image tokens. The tower has the attribute ``merge``, and turns each square of
+    ``merge`` × ``merge`` patches into one image token. The tower's layer ``patch_embed`` embeds patches.
     """
 
     layout_class = GridLayout
@@ -164,7 +164,7 @@ class GridImageModel(VisionLanguageModel):
     def after_block(self, index: int, residual: Tensor, layout: BatchLayout) -> Tensor:
         """Return the residual stream after a block.
 
-        After each of the first blocks, one DeepStack feature is added.
+        DeepStack feature i, if there is one, is added after block i.
         """
         assert isinstance(layout, GridLayout)
         return residual + layout.deepstack[index] if index < len(layout.deepstack) else residual
@@ -234,7 +234,7 @@ class GridImageModel(VisionLanguageModel):
         tokens, levels = self.visual(
             torch.cat([pixels for pixels, _, _ in media]),
             torch.cat([grid.to(pixels.device) for pixels, grid, _ in media]),
-        )  # [image tokens, C], and the same shape for each level of DeepStack
+        )  # [image tokens, C], and the same shape for each DeepStack feature
         counts = [len(pixels) // side**2 for pixels, _, _ in media]
 
         def insert(base: Tensor, tokens: Tensor) -> Tensor:

@@ -36,12 +36,12 @@ class ImageConverter:
 
 
 class ImageProcessor(Processor):
-    """Turns images and texts with placeholders into the inputs of ``forward`` and ``generate``.
+    """Turns images, and texts with image placeholders, into the inputs of ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.
         images: converter of images to pixels; its attributes are the settings that users may change.
-        image: the token that represents a part of an image.
+        image: the token that represents a part of an image in the model's input ids.
         tokens: number of tokens per image or per tile of an image, if all images or tiles have the same number.
     """
 

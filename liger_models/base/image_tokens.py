@@ -86,8 +86,8 @@ class ImageTokenModel(VisionLanguageModel):
         tower_inputs = images
         if images is None and not decoding and self.tower_is_sharded:  # the last check visits every module
             tower_inputs = self.blank_image(embeds)
-        # The check makes the host wait for the device. A tower that takes only pixels runs before the check, to keep
-        # the device busy.
+        # `check_images` makes the host wait for the device. A tower that takes only pixels runs before this check, to
+        # keep the device busy.
         tokens = self.visual(*tower_inputs) if tower_inputs is not None and len(tower_inputs) == 1 else None
         # Check that the placeholders match the images. Compiled code skips the check, because it can't read values.
         if not decoding and not is_traced():

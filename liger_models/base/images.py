@@ -184,7 +184,8 @@ FORMATS = (
     "SGI", "TGA",
 )  # fmt: skip
 """Image formats that are read if Pillow or one of its plugins supports them. All other formats are refused, whatever
-the file name, because Pillow starts Ghostscript to read EPS files, and IPTC files may contain EPS."""
+the file name. This protects against EPS files, which Pillow opens with Ghostscript, and against IPTC files, which may
+contain EPS."""
 
 
 def _open(file: Any) -> "Image":
@@ -298,7 +299,7 @@ def cut_patches(pixels: Tensor, height: int, width: int, merge: int = 1) -> Tens
     Args:
         pixels: [C, rows · height, columns · width] uint8, with contiguous rows.
         height, width: height and width of a patch.
-        merge: side of a square of patches. The patches of a square are adjacent in the result.
+        merge: number m. The patches of each square of m × m patches are adjacent in the result.
 
     Returns:
         [patches, C, height · width] uint8.
@@ -315,7 +316,8 @@ def slots_of_frame(number: int, frames: int, depth: int) -> range:
 
     Args:
         number: index of the frame.
-        frames: number of frames of the video, or 1 for an image. The last frame also fills all later positions.
+        frames: number of frames of the video, or 1 for an image. The last frame also fills all later positions of its
+            patch.
         depth: number of frames that a patch spans.
     """
     first = number % depth
@@ -377,7 +379,7 @@ class Normalize:
 
     def __init__(self, settings: Mapping[str, Any], mean: Sequence[float], std: Sequence[float]) -> None:
         self.factor = _numbers("rescale_factor", _setting(settings, "rescale_factor", 1 / 255), positive=True)[0]
-        # In transformers, null switches a step off.
+        # As in transformers, a step is switched off if its setting is null.
         if not settings.get("do_rescale", True):
             self.factor = 1.0
 
@@ -537,7 +539,8 @@ def _setting(settings: Mapping[str, Any], key: str, otherwise: Any) -> Any:
 
 
 def check_settings(settings: Mapping[str, Any], **fixed: Any) -> None:
-    """Raise ValueError if a setting in preprocessor_config.json differs from ``fixed``, its only supported value.
+    """Raise ValueError if a setting in preprocessor_config.json differs from its only supported value, which ``fixed``
+    holds.
 
     As in transformers, the value null switches off a step if the key is in `STEPS`. For all other keys, null stands for
     the default.

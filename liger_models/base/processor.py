@@ -35,7 +35,7 @@ NOT_OF_PROCESSORS = ("generation_config.json", "README.md")
 class TextOptions(TypedDict, total=False):
     """Keyword arguments that every processor takes besides texts and images.
 
-    These arguments have the same meaning as in transformers.
+    All arguments except ``answers`` have the same meaning as in transformers.
 
     Defaults are in parentheses.
 
@@ -214,7 +214,8 @@ def check_tokens(name: str, tokenizer: Tokenizer, tokens: Sequence[str]) -> None
 
 
 class Processor(ABC):
-    """Converts images and texts with placeholders into inputs of ``forward`` and ``generate``.
+    """Converts images (and videos, if the model takes them) and texts with placeholders for them into inputs of
+    ``forward`` and ``generate``.
 
     Args:
         tokenizer: tokenizer of the checkpoint.
@@ -226,7 +227,7 @@ class Processor(ABC):
     """
 
     places_bos: ClassVar[bool] = False
-    """Whether `framed` writes the BOS token of a text. If so, the tokenizer must not add it."""
+    """Whether `framed` writes the BOS token of a text. If so, the tokenizer must not add a BOS token."""
     takes_videos: ClassVar[bool] = False
     takes_bounds: ClassVar[bool] = False
 

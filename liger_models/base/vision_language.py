@@ -122,7 +122,8 @@ def insert_tokens(embeds: Tensor, places: Tensor, tokens: Tensor) -> Tensor:
     Args:
         embeds: [B, T, C].
         places: [B, T] bool, where the placeholders are.
-        tokens: [n, C] in any dtype, with at least as many rows as there are placeholders. Later rows are ignored.
+        tokens: [n, C] in any dtype, with at least as many rows as there are placeholders. Surplus rows at the end are
+            ignored.
     """
     inserted: Tensor = _Insert.apply(embeds, places, tokens.to(embeds.dtype))  # type: ignore[no-untyped-call]
     return inserted
