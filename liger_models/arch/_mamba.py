@@ -172,8 +172,8 @@ def hybrid_map(
 
 
 def read_limits(limits: Sequence[Any] | None) -> list[float] | None:
-    """Read ``time_step_limit`` from config.json. The result is None for the limits (0, infinity), because JSON cannot
-    express infinity.
+    """Read ``time_step_limit`` from config.json. The result is None for the limits (0, infinity), because config fields
+    hold only values that JSON can express.
 
     Transformers 5 writes infinity as ``{"__float__": "Infinity"}``, and older versions write ``Infinity``.
 

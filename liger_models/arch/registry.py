@@ -72,7 +72,7 @@ def add_family(
     weight_map: Callable[[Any], WeightMap],
     **more: Any,
 ) -> None:
-    """Add a model class, its config class and the format of its checkpoints to the tables.
+    """Add a model class to `MODEL_CLASSES`, and the format of its checkpoints to `FORMATS`.
 
     The arguments after ``model_class`` are the fields of `CheckpointFormat`.
     """
@@ -103,8 +103,8 @@ def register(
             and JSON must be able to represent its fields; `DecoderConfig` has the usual fields.
         weight_map: function from a config to the `WeightMap` of its checkpoints. By default parameters are stored under
             their own names.
-        other_maps: function from a config to a list with one `WeightMap` for each further checkpoint layout. These
-            layouts are read but never written.
+        other_maps: function from a config to a list with one `WeightMap` for each further naming scheme of tensors.
+            These schemes are read but never written.
         from_json: function that renames the keys of a config.json to the fields of the config class.
         to_json: the inverse of ``from_json``.
         hf_class: name of the class in transformers, for ``architectures`` in config.json; by default the name of

@@ -41,10 +41,10 @@ class GemmaAttention(LigerAttention):
     layers, the forward returns ``(y, residual, k, v)``, and the block passes k and v on to later layers.
 
     Args:
-        config: sizes and constants.
+        config: sizes and constants of the model.
         layer: index of the layer.
         norm: function that returns a norm of a given width.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: Any, layer: int, norm: partial[LigerRMSNorm], kernels: KernelOptions) -> None:

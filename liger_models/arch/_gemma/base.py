@@ -21,7 +21,7 @@ SANDWICH_NORMS = (
 """Names of a block's norms, which are the same in this package and in checkpoints."""
 
 WRITE_ACTIVATION = renaming({"hidden_act": "hidden_activation"})
-"""Writes the field ``hidden_act`` as ``hidden_activation``."""
+"""Writes the field ``hidden_act`` to config.json as ``hidden_activation``."""
 
 
 class GemmaSandwichBlock(SandwichNormBlock):

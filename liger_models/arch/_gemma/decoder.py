@@ -14,7 +14,8 @@ from liger_models.layers.norm import LigerRMSNorm, fp32_norm
 
 
 class GemmaDecoder(CappedGemmaModel):
-    """A decoder whose blocks read second inputs, and whose last blocks use the keys and values of earlier blocks."""
+    """A decoder whose blocks read second inputs (see `PerLayerInputs`), and whose last blocks use the keys and values
+    of earlier blocks."""
 
     layout_class: ClassVar[type[BatchLayout]] = GemmaLayout
 
@@ -44,7 +45,7 @@ class GemmaDecoder(CappedGemmaModel):
         return embedding
 
     def layout_inputs(self, input_ids: Tensor | None, embeds: Tensor, T: int) -> dict[str, Any]:
-        """For this rank's share of the tokens, return the second inputs of all blocks."""
+        """Return the second inputs of all blocks, for this rank's share of the tokens."""
         if self.per_layer is None:
             return {}
         if input_ids is None:
@@ -70,7 +71,8 @@ class GemmaDecoder(CappedGemmaModel):
         return count
 
     def carry(self, index: int, more: list[Tensor], layout: Any) -> tuple[list[Tensor], Any]:
-        """Return a block's router logits, and a layout that passes the block's k and v to later blocks of its type."""
+        """Return a block's router logits, and a layout that passes the block's k and v to later blocks of the same
+        layer type."""
         attention: Any = self.layers[index].self_attn
         if attention.shares:
             return more, layout
@@ -84,7 +86,8 @@ class GemmaDecoder(CappedGemmaModel):
         """See `Decoder.stand_ins`. Uninitialized tensors of the same shapes replace the second inputs of all blocks,
         and the keys and values of each layer type."""
         config, shape = self.config, like.shape[:2]
-        # Shapes differ between layer types. As in `carry`, each type has the keys and values of its last layer.
+        # Shapes differ between layer types. As in `carry`, later layers overwrite the keys and values of earlier layers
+        # of the same type.
         width, shared = config.hidden_size_per_layer_input, {}
         for layer in range(config.num_hidden_layers):
             heads = (*shape, config.kv_heads_of(layer), config.head_size_of(layer))

@@ -2,7 +2,7 @@
 
 A second token embedding gives each block a second input. `PerLayerInputs` computes the second inputs of all blocks
 before the first block runs, and `PerLayerBranch` is the part of a block that reads the block's second input. The second
-embedding needs token ids, so if a caller passes embeddings instead, `find_ids` finds the ids that belong to them.
+embedding needs token ids. If a caller passes embeddings instead of ids, `find_ids` finds the ids.
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ class PerLayerInputs(Layer):
     embedding, and e2 is the token's second embedding for this block.
 
     Args:
-        config: sizes and constants.
+        config: sizes and constants of the model.
         norm: function that returns a norm of a given width.
     """
 
@@ -61,10 +61,11 @@ class PerLayerInputs(Layer):
 
 
 class PerLayerBranch(Layer):
-    """Computes ``norm(projection(gelu(gate(x)) · input))`` from the stream ``x`` and the block's second ``input``.
+    """Computes ``norm(projection(gelu(gate(x)) · input))`` from the hidden states ``x`` and the block's second
+    ``input``.
 
     Args:
-        config: sizes and constants.
+        config: sizes and constants of the model.
         norm: function that returns a norm of a given width.
     """
 
@@ -90,8 +91,8 @@ class PerLayerBranch(Layer):
 
 @torch.no_grad()
 def find_ids(embeds: Tensor, embedding: LigerEmbedding) -> Tensor:
-    """Find the token ids [B, T] to which the embeddings [B, T, C] belong. Each embedding must be bitwise identical to a
-    row of the embedding's weight.
+    """Find the token ids [B, T] to which the embeddings [B, T, C] belong. Each embedding must be bitwise identical to
+    the result of ``embedding`` for one of the tokens.
 
     Raises:
         ValueError: an embedding does not belong to any token.

@@ -71,6 +71,6 @@ class Glm4vProcessor(QwenVLProcessor):
 
     def _timed(self, frame: str, numbers: Sequence[int], rate: float) -> str:
         """Return the text that stands for a video. For each group of frames that share patches, the text contains
-        ``frame``, followed by the time of the group in whole seconds."""
+        ``frame``, followed by the time of the group's first frame in whole seconds."""
         seconds = [int(number / rate) for number in numbers[:: self.videos.frames]]
         return "".join(f"<|begin_of_image|>{frame}<|end_of_image|>{second}" for second in seconds)

@@ -95,8 +95,8 @@ class Glm4vMerger(nn.Module):
 
     Args:
         norm: function that returns an RMSNorm of a given width.
-        config: sizes.
-        kernels: which parts run on fused kernels.
+        config: sizes of the vision tower.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, norm: Callable[[int], Norm], config: Glm4vVisionConfig, kernels: KernelOptions) -> None:
@@ -122,8 +122,8 @@ class Glm4vTower(QwenTower):
     """The vision tower, which turns patches into image tokens.
 
     Args:
-        config: sizes.
-        kernels: which parts run on fused kernels.
+        config: sizes of the vision tower.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: Glm4vVisionConfig, kernels: KernelOptions) -> None:

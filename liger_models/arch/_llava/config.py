@@ -44,7 +44,7 @@ TEXT: dict[str, dict[str, Any]] = {
 """Default sizes of the language models, for keys that are missing in ``text_config``."""
 
 UNREAD = {"llama": ("sliding_window",), "mistral": ("attention_bias", "mlp_bias")}
-"""Maps each language model to the keys that it does not read."""
+"""Maps each type of language model to the keys of ``text_config`` that are not read for this type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,11 +189,11 @@ def tower_levels(config: LlavaTextConfig) -> tuple[str, ...]:
 def llava_map(
     config: LlavaTextConfig, names: Prefixes, level: str, also: Mapping[str, Expression | str] | None = None
 ) -> WeightMap:
-    """Return the weight map for one layout of tensor names.
+    """Return the weight map for one of the naming schemes that checkpoints use.
 
     Args:
         config: config of the model.
-        names: the prefixes of the layout.
+        names: the prefixes of this naming scheme.
         level: the part of tensor names after the tower's prefix; see `tower_levels`.
         also: additional entries.
     """

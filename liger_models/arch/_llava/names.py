@@ -20,11 +20,11 @@ IGNORED_KEYS = (
 
 
 class Prefixes(NamedTuple):
-    """The prefixes that tensor names have in one layout of checkpoints.
+    """The prefixes of tensor names in one of the naming schemes that checkpoints use.
 
     Attributes:
         text, tower: prefixes of the language model and of the tower.
-        top: prefix of the projector and of further tensors, including the final dot.
+        top: prefix of all other tensors, such as the projector's, including the final dot.
         head: name of the head's weight.
     """
 

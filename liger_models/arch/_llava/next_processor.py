@@ -60,7 +60,8 @@ class LlavaNextImages(ImageConverter):
         return f"LlavaNextImages(side={self.side}, canvases={self.config.image_grid_pinpoints})"
 
     def __call__(self, source: "Source") -> tuple[Tensor, tuple[int, int]]:
-        """Return tiles [tiles, 3, side, side] fp32, starting with the whole image, and the image's height and width."""
+        """Return tiles [tiles, 3, side, side] fp32, starting with the tile of the whole image, and the image's height
+        and width."""
         image, side = read_image(source), self.side
         width, height = image.size
         tiles = self.config.arrange(height, width)

@@ -41,13 +41,13 @@ class ImageSizesModel(ImageTokenModel):
 
         Raises:
             ValueError: the number of placeholders does not match the number of image tokens, or a side of an image is
-                not a multiple of the side of an image token; otherwise as in `Decoder.forward`.
+                not a multiple of `token_side`; otherwise as in `Decoder.forward`.
         """
         return self.run_with_images(input_ids, self.images_of(pixel_values, image_sizes), **options)
 
     @property
     def token_side(self) -> int:
-        """Height and width of an image token in pixels."""
+        """Height and width, in pixels, of the square that becomes one image token."""
         side: int = self.visual.patch * self.visual.merge
         return side
 

@@ -20,7 +20,7 @@ class MistralTextConfig(RMSNormDecoderConfig):
 class LlavaBlock(PreNormBlock):
     """``h += attention(norm(h)); h += mlp(norm(h))``; each addition is fused with the norm that follows it.
 
-    Like Llama's configuration, the configuration may have ``attention_bias`` and ``mlp_bias``.
+    The configuration may set ``attention_bias`` and ``mlp_bias``, like Llama's configuration.
     """
 
     def attention_options(self, config: MistralTextConfig, layer: int) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def best_resolution(height: int, width: int, resolutions: Sequence[Sequence[int]
 
 
 def arrange(height: int, width: int, resolutions: Sequence[Sequence[int]], side: int, patches: int) -> Tiles:
-    """Arrange an image of the given size in pixels.
+    """Return the arrangement in tiles of an image whose size is given in pixels.
 
     Args:
         height, width: size of the image.
@@ -55,7 +55,7 @@ def arrange(height: int, width: int, resolutions: Sequence[Sequence[int]], side:
     """
     rows, columns = (length // side for length in best_resolution(height, width, resolutions))
     tall, wide = rows * patches, columns * patches
-    # The image fills one side of the canvas; the rounding is the same as in transformers.
+    # The image fills the canvas along one side; the rounding is the same as in transformers.
     if width / height > wide / tall:
         margin = (tall - int(round(height * (wide / width), 7))) // 2
         return Tiles(rows, columns, margin, tall - margin, 0, wide)

@@ -23,7 +23,7 @@ class LlavaClipTower(ClipTower):
 
     Args:
         config: sizes of the language model and the tower.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: Any, kernels: KernelOptions) -> None:
@@ -53,7 +53,7 @@ class LlavaPixtralTower(PixtralTower):
 
     Args:
         config: sizes of the language model and the tower.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: Any, kernels: KernelOptions) -> None:

@@ -58,7 +58,7 @@ class Qwen3VLVisionConfig:
 
 
 def check_decoder(config: Any) -> None:
-    """Raise ValueError if the width of the tower's tokens or the number of DeepStack levels does not fit the language
+    """Raise ValueError if the width of the tower's tokens or the number of DeepStack features does not fit the language
     model."""
     check_token_width(config, "out_hidden_size")
     indexes = config.vision_config.deepstack_visual_indexes
@@ -73,8 +73,8 @@ class Qwen3VLTower(QwenTower):
     """The vision tower, which turns patches into image tokens and DeepStack features.
 
     Args:
-        config: sizes.
-        kernels: which parts run on fused kernels.
+        config: sizes of the vision tower.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: Qwen3VLVisionConfig, kernels: KernelOptions) -> None:
@@ -82,8 +82,8 @@ class Qwen3VLTower(QwenTower):
         norm = partial(LigerLayerNorm, eps=1e-6, kernel=kernels.layer_norm)
         mlp = partial(LigerMLP, C, config.intermediate_size, act=act, kernel=kernels.swiglu)
         super().__init__(config, C, tokens, norm, mlp, kernels, positions=config.num_position_embeddings)
-        # After the last block, patches are merged into image tokens. After some blocks, they are merged into DeepStack
-        # features.
+        # After the last block, patches are merged into image tokens. After some of the blocks, patches are also merged
+        # into DeepStack features.
         self.deepstack = config.deepstack_visual_indexes
         merger = partial(PatchMerger, norm, C, tokens, self.merge, kernels, norm_of_all=True)
         self.deepstack_mergers = nn.ModuleList(merger() for _ in self.deepstack)

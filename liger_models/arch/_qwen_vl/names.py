@@ -18,7 +18,7 @@ QWEN2_IGNORED_KEYS = (
 )
 
 INTERLEAVED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-"""Families whose rotary frequencies of time, height and width are interleaved."""
+"""Model types whose rotary frequencies of time, height and width are interleaved."""
 
 TOP = ("image_token_id", "video_token_id", "vision_config", "tie_word_embeddings")
 """Keys of config.json that do not belong to the language model."""
@@ -29,8 +29,8 @@ def read_multimodal(config_class: type[Any], hf: Mapping[str, Any], top: Collect
 
     Keys of the language model move from ``text_config`` to the top level, where older files have them.
     ``mrope_section`` moves from the rope parameters to the top level, and the tower's rope parameters move to the top
-    level of ``vision_config``. In families without interleaved rotary frequencies, ``tie_word_embeddings`` is also read
-    from ``text_config``.
+    level of ``vision_config``. For model types that are not in `INTERLEAVED`, such as Qwen2-VL, ``tie_word_embeddings``
+    is also read from ``text_config``.
 
     Args:
         config_class: the config class.
@@ -42,7 +42,7 @@ def read_multimodal(config_class: type[Any], hf: Mapping[str, Any], top: Collect
     """
     # Copy both parts, because keys are removed below. Older files have the language model's keys at the top.
     text, vision = (dict(hf.get(part) or {}) for part in ("text_config", "vision_config"))
-    if hf.get("text_config") is None:  # in older files, the rope parameters contain the original length
+    if hf.get("text_config") is None:  # in older files, the rope parameters hold this length
         flat = {key: value for key, value in hf.items() if key != "original_max_position_embeddings"}
     else:
         flat = of_text(config_class, hf, text, top)

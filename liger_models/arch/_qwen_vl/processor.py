@@ -48,7 +48,7 @@ def smart_resize(
 
     Args:
         height, width: size of the image in pixels.
-        factor: side of an image token in pixels.
+        factor: side, in pixels, of the square that becomes one image token.
         min_pixels, max_pixels: bounds of the area; for a video, bounds of the total area of all frames.
         frames: number of frames, and the same number rounded to a multiple of the frames per token.
 
@@ -279,7 +279,8 @@ class QwenVLProcessor(Processor):
         tokenizer: tokenizer of the checkpoint.
         images, videos: converters that turn images and videos into patches.
         image_token, video_token: the placeholder tokens.
-        frames_apart: whether each frame of a video is written separately, with its timestamp (Qwen3-VL).
+        frames_apart: whether the text contains the tokens of each frame of a video separately, with its timestamp
+            (Qwen3-VL).
         times: whether the seconds between frames are passed to the model (Qwen2.5-VL).
     """
 
@@ -342,7 +343,8 @@ class QwenVLProcessor(Processor):
         cls, images: Mapping[str, Any], videos: Mapping[str, Any], frames_apart: bool
     ) -> tuple[QwenVLImages, QwenVLImages]:
         """Create two converters from their settings, one for images and one for videos."""
-        # Videos have other default bounds, which depend on whether their frames are written separately.
+        # The default bounds of videos differ from those of images. They depend on whether frames are written
+        # separately.
         least, most = (131072, 786432) if frames_apart else (100352, 602112)
         of = "video" if frames_apart else "frame"
         return QwenVLImages(images), QwenVLImages(videos, min_pixels=least, max_pixels=most, of=of)
@@ -367,7 +369,8 @@ class QwenVLProcessor(Processor):
             texts: one text or several, with one placeholder per image or video, as written by the chat template.
             images: PIL images or anything that `locate_image` takes, in one list for all texts or in one list per text.
             videos: the sampled frames of each video. All frames of a video have one size.
-            fps: sampled frames per second of each video; Qwen2.5-VL and Qwen3-VL require this argument.
+            fps: sampled frames per second of each video. Models that use the times of frames, such as Qwen2.5-VL and
+                Qwen3-VL, require this argument.
             min_pixels, max_pixels: bounds of an image's area after resizing: one number for all images, or one number
                 per image. None stands for the processor's bound, such as ``processor.images.max_pixels``.
             **options: how texts become rows; see `TextOptions`.
@@ -502,7 +505,8 @@ class QwenVLProcessor(Processor):
         return "".join(f"<{time:.1f} seconds><|vision_start|>{frame}<|vision_end|>" for time in times)
 
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
-        """Return the arguments of ``__call__`` besides the texts: images, videos and settings from `image_parts`."""
+        """Return the arguments of ``__call__`` besides the texts: the images, videos and settings in the result of
+        `image_parts`."""
         videos = [(video, part.get("fps")) for kind, video, part in parts if kind == "video"]
         images = [(image, part) for kind, image, part in parts if kind == "image"]
         return {

@@ -1,8 +1,8 @@
 """Common code of the Qwen-VL families' vision towers: it checks sizes, builds a tower's parts and maps tensor names.
 
 Every tower embeds patches, runs `VisionBlock`s, and merges squares of patches into image tokens. The blocks apply
-rotary embeddings of rows and columns to queries and keys. The towers differ in norms, MLPs and positions; each family's
-file has its own ``forward``.
+rotary embeddings to queries and keys; the positions are the rows and columns of patches. The towers differ in norms,
+MLPs and positions; each family's file has its own ``forward``.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,8 +23,8 @@ PARAMETERS = ("weight", "bias")
 
 
 def check_tower(config: Any, width: str, activations: tuple[str, ...] = PLAIN_ACTIVATIONS) -> None:
-    """Raise ValueError if the head dimension does not suit rotary embeddings of rows and columns, or if the tower does
-    not support the activation.
+    """Raise ValueError if the head dimension is not a multiple of 4, as rotary embeddings of rows and columns require,
+    or if the tower does not support the activation.
 
     Args:
         config: sizes of the tower.
@@ -55,12 +55,12 @@ class QwenTower(nn.Module):
     """Base class of the vision towers. It builds a tower's parts, and subclasses define the forward.
 
     Args:
-        config: sizes.
+        config: sizes of the vision tower.
         width: C, width of the tower.
         token_width: width of an image token.
         norm: function that returns a norm of a given width.
         mlp: function that returns the MLP of a block.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
         positions: number of learned positions. None means no learned positions, and no bias in the patch embedding.
         merger: the layer that makes image tokens from the blocks' output; None for a `PatchMerger`.
         attention: further arguments of `VisionBlock`.

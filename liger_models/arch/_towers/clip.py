@@ -25,7 +25,7 @@ class ClipTower(nn.Module):
     Args:
         config: sizes of the tower.
         layers: number of blocks to run.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: Any, layers: int, kernels: KernelOptions) -> None:
@@ -86,7 +86,7 @@ def clip_entries(vision: Any, layers: int, theirs: str) -> dict[str, Expression 
 
 def block_entries(ours: str, theirs: str, vision: Any) -> dict[str, Expression | str]:
     """Return the weight-map entries of a CLIP or SigLIP block; ``ours`` is the block's name in this package, and
-    ``theirs`` its name in files."""
+    ``theirs`` is its name in checkpoints."""
     entries: dict[str, Expression | str] = {}
     for k in ("weight", "bias"):
         rows = tower_rows(f"{theirs}.self_attn", k, vision.num_attention_heads, vision.hidden_size)

@@ -1,4 +1,5 @@
-"""The vision tower of Pixtral and Mistral Small 3, for images of any size. The tower rotates q and k by row and column.
+"""The vision tower of Pixtral and Mistral Small 3, for images of any size. RoPE rotates q and k by the row and the
+column of a patch.
 
 Blocks are pre-norm with RMSNorm and a gated MLP, without biases. A norm follows the patch embedding, but no norm
 follows the last block. The patches of an image attend to each other, but not to patches of other images.
@@ -102,7 +103,7 @@ class PixtralTower(nn.Module):
         config: sizes of the tower.
         layers: number of blocks to run.
         merge: side of the square of patches that becomes one image token.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: PixtralVisionConfig, layers: int, merge: int, kernels: KernelOptions) -> None:

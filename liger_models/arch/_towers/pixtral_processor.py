@@ -38,7 +38,7 @@ class PixtralImages(ImageConverter):
 
     Args:
         settings: the content of preprocessor_config.json.
-        side: height and width of an image token in pixels.
+        side: height and width, in pixels, of the square that becomes one image token.
 
     Attributes:
         longest: the maximum length of the longer side in pixels; users may change it.
@@ -94,7 +94,7 @@ class PixtralProcessor(ImageProcessor):
         tokenizer: tokenizer of the checkpoint.
         images: converter of images to pixels; set its attribute ``longest`` for smaller or larger images.
         image, row_end, end: the token that is repeated for the image, the token after each row but the last, and the
-            token after the last row. In a caller's text, ``image`` is the placeholder of an image.
+            token after the last row. In a caller's text, one ``image`` token is the placeholder of a whole image.
     """
 
     def __init__(self, tokenizer: Tokenizer, images: PixtralImages, *, image: str, row_end: str, end: str) -> None:

@@ -72,7 +72,7 @@ class SiglipTower(nn.Module):
 
     Args:
         config: sizes of the tower.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: Any, kernels: KernelOptions) -> None:
