@@ -83,9 +83,9 @@ def weight_map(config: Gemma3Config) -> WeightMap:
 
 
 def other_maps(config: Gemma3Config) -> list[WeightMap]:
-    """Return the other layouts of tensor names that can be read.
+    """Return the weight maps for the other naming schemes that can be read.
 
-    There are three such layouts. The first is in checkpoints that transformers 5 writes for newly created models, the
+    There are three such schemes. The first is in checkpoints that transformers 5 writes for newly created models, the
     second has the names of transformers 5's modules, and the third is in checkpoints that transformers 4.52 to 4.57
     write.
     """

@@ -41,14 +41,15 @@ class Gemma3Tower(SiglipTower):
 
     Args:
         config: sizes of the language model and the tower.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: Gemma3Config, kernels: KernelOptions) -> None:
         vision = config.vision_config
         super().__init__(vision, kernels)
         self.side, C = config.tokens_per_side, vision.hidden_size
-        # These layers connect the tower to the decoder. The norm is the decoder's kind of norm with the tower's eps.
+        # These layers connect the tower to the decoder. The norm has the type of the decoder's norms and the eps of the
+        # tower.
         self.soft_emb_norm = zero_centered_norm(config, kernels)(C, eps=vision.layer_norm_eps)
         self.projection = nn.Linear(C, config.hidden_size, bias=False)
 

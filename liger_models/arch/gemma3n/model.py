@@ -69,7 +69,7 @@ TOP = ("tie_word_embeddings", "eos_token_id", "initializer_range")
 """Fields that are at the top level of config.json, and not in ``text_config``."""
 
 OF_TOWERS = ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.")
-"""Prefixes of the tensors that are kept unchanged."""
+"""Prefixes of the tensors for images and audio, which are kept unchanged."""
 
 IGNORED_KEYS = (
     *text.IGNORED_KEYS,

@@ -1,8 +1,8 @@
 """AltUp, the residual streams of Gemma 3n, and LAuReL, the low-rank branch of its blocks.
 
 A block runs on one stream. Before the block, a prediction of each stream is computed as a mixture of all streams; the
-block runs on one of the predictions. After the block, each prediction is corrected by the difference between the
-block's output and the block's input.
+block runs on one of the predictions. After the block, a multiple of the difference between the block's output and its
+input is added to each prediction.
 
 Source: https://arxiv.org/abs/2301.13310 (AltUp), https://arxiv.org/abs/2411.07501 (LAuReL).
 """
@@ -34,7 +34,7 @@ class Streams(Layer):
     are scaled to the same magnitude.
 
     Args:
-        config: sizes and constants.
+        config: sizes and constants of the model.
     """
 
     def __init__(self, config: Any) -> None:
@@ -72,7 +72,7 @@ class AltUp(Layer):
     coefficients into the weight; this package leaves the weight unchanged.
 
     Args:
-        config: sizes and constants.
+        config: sizes and constants of the model.
         norm: function that returns a norm of a given width.
     """
 
@@ -117,7 +117,7 @@ class AltUp(Layer):
         return predicted + (output - predicted[0]) * weights.movedim(-1, 0)[..., None]
 
     def scaled(self, x: Tensor) -> Tensor:
-        """Multiply x [B, T, C] by the output factor, if the model has this factor."""
+        """Multiply x [B, T, C] by the output factor, if the model uses this factor."""
         return x * replicated(self.scale, self.group).to(x.dtype) if self.scales else x
 
     def _coefficients(self, linear: Any, x: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class Laurel(Layer):
     """``x + norm(right(left(x)))``, where ``left`` projects to a small width and ``right`` projects back.
 
     Args:
-        config: sizes and constants.
+        config: sizes and constants of the model.
         norm: function that returns a norm of a given width.
     """
 

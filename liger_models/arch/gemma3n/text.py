@@ -11,7 +11,7 @@ scores are not scaled. Every fifth layer has no window. The last ``num_kv_shared
 values. Instead, each of these layers uses the keys and values of an earlier layer: the last one of the same type that
 computes keys and values.
 
-Each vector in ``inputs_embeds`` must be a row of the embedding, because the second embedding needs the id of the row.
+Each vector in ``inputs_embeds`` must be the embedding of a token, because the second embedding needs the token's id.
 transformers, in contrast, ignores the second embedding if a caller passes ``inputs_embeds``.
 
 Source: https://ai.google.dev/gemma/docs/gemma-3n, transformers ``models/gemma3n``.

@@ -1,4 +1,4 @@
-"""The decoder of the Gemma 4 families: the blocks, and the tensors that blocks pass to later blocks."""
+"""The decoder of the Gemma 4 families, with its blocks and rotary embeddings."""
 
 from typing import Any
 
@@ -33,7 +33,8 @@ class LayerScale(Layer):
         return True
 
     def sum_gradients(self, group: Group) -> bool:
-        """All-reduce the gradient of the scalar, which exists only if a user makes the scalar trainable."""
+        """Store the group over which the gradient of the scalar will be all-reduced. The gradient exists only if a user
+        makes the scalar trainable."""
         self.group = group
         return True
 

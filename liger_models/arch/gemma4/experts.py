@@ -18,11 +18,11 @@ from liger_models.layers.norm import LigerRMSNorm, add_norm_linear
 
 
 class Gemma4Router(Layer):
-    """Chooses experts from the logits of the normalized residual stream, and multiplies the routing weight of each
-    expert by the expert's factor.
+    """Computes logits from the normalized residual stream, chooses experts by the logits, and multiplies the routing
+    weight of each expert by a learned factor.
 
     Args:
-        config: sizes and constants.
+        config: sizes and constants of the model.
         norm: function that returns a Gemma 4 norm of a given width.
     """
 
@@ -65,9 +65,9 @@ class Gemma4Experts(LigerMoE):
     """`LigerMoE` with a `Gemma4Router`, whose input differs from the input of the experts.
 
     Args:
-        config: sizes and constants.
+        config: sizes and constants of the model.
         norm: function that returns a Gemma 4 norm of a given width.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: Gemma4TextConfig, norm: partial[LigerRMSNorm], kernels: KernelOptions) -> None:

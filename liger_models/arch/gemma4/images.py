@@ -1,4 +1,4 @@
-"""The Gemma 4 families with images: the language model of `text`, with image tokens in place of placeholders.
+"""The Gemma 4 families with images: a language model of the module `text`, with image tokens in place of placeholders.
 
 If ``use_bidirectional_attention`` is "vision", the tokens of an image attend to each other in both directions, but only
 in layers with a window. Audio and videos are not supported; weights for audio are kept and saved with the model, but
@@ -44,7 +44,7 @@ class Gemma4WithImages(ImageTokenModel, Gemma4Decoder):
 
     This class reads three properties of ``vision_config``: the number of patches along each side of an image token
     (``pooled``), the number of pixel values in a patch (``patch_values``), and the largest number of columns and rows
-    of an image (``position_embedding_size``)."""
+    of patches in an image (``position_embedding_size``)."""
 
     tower_class: ClassVar[Callable[..., nn.Module]]
     """Builds the module that computes image tokens. The arguments are ``(vision_config, token width, kernels)``."""

@@ -36,8 +36,8 @@ class LigerGemma4(Gemma4WithImages):
 IGNORED_KEYS = (
     *images.IGNORED_KEYS,
     "default_output_length",
-    "attention_bias",  # about the tower, which has no biases; transformers does not read it
-    "global_head_dim",  # this key and the next two are also about the tower and not read
+    "attention_bias",  # a key of the tower, which has no biases; transformers does not read it
+    "global_head_dim",  # this key and the next two are also keys of the tower that are not read
     "max_position_embeddings",
     "initializer_range",
 )

@@ -92,7 +92,8 @@ class ClippedLinear(Layer):
         self.linear = nn.Linear(in_features, out_features, bias=False)
         bounds = [nn.Parameter(torch.empty(2), requires_grad=False) if clips else None for _ in range(2)]
         self.least, self.most = bounds
-        """The lower bounds of input and output, and the upper bounds of input and output."""
+        """The lower bounds (``least``) and the upper bounds (``most``). Each tensor holds a bound of the input and a
+        bound of the output."""
 
     def draw(self, std: float) -> bool:
         """Set the bounds to infinity, so that a new model clips nothing."""
@@ -116,9 +117,9 @@ class Gemma4VisionAttention(Layer):
     """Attention among the patches of an image, with norms of q, k and v, and with RoPE for columns and rows.
 
     Args:
-        config: sizes.
+        config: sizes of the vision tower.
         norm: function that returns a norm of a given width.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: Gemma4VisionConfig, norm: partial[LigerRMSNorm], kernels: KernelOptions) -> None:
@@ -149,7 +150,7 @@ class Gemma4VisionMLP(nn.Module):
     """``down(gelu(gate(x)) · up(x))``.
 
     Args:
-        config: sizes.
+        config: sizes of the vision tower.
     """
 
     def __init__(self, config: Gemma4VisionConfig) -> None:
@@ -225,9 +226,9 @@ class Gemma4Tower(nn.Module):
     """The vision tower, which turns patches into image tokens.
 
     Args:
-        config: sizes.
+        config: sizes of the vision tower.
         width: width of an image token.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: Gemma4VisionConfig, width: int, kernels: KernelOptions) -> None:

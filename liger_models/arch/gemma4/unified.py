@@ -67,7 +67,8 @@ class Gemma4UnifiedVisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4UnifiedConfig(Placeholders, Gemma4UnifiedTextConfig):
-    """Sizes and constants, as in `Gemma4UnifiedTextConfig`; ``vision_config`` has the sizes for images."""
+    """Sizes and constants, as in `Gemma4UnifiedTextConfig`; ``vision_config`` holds the sizes of the module that turns
+    pixels into image tokens."""
 
     vision_config: Gemma4UnifiedVisionConfig = field(default_factory=Gemma4UnifiedVisionConfig)
 
@@ -76,9 +77,9 @@ class PatchEmbedder(nn.Module):
     """Turns patches into image tokens.
 
     Args:
-        config: sizes.
+        config: sizes of this module.
         width: width of an image token.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: Gemma4UnifiedVisionConfig, width: int, kernels: KernelOptions) -> None:
@@ -129,7 +130,7 @@ class LigerGemma4Unified(Gemma4WithImages):
 
 IGNORED_KEYS = (
     *images.IGNORED_KEYS,
-    "initializer_range",  # about the module that computes image tokens
+    "initializer_range",  # a key of the module that computes image tokens
     "num_soft_tokens",  # the processor's settings say how many tokens an image may have
 )
 
