@@ -56,7 +56,7 @@ class LlavaNextConfig(LlavaTextConfig):
             )
 
     def arrange(self, height: int, width: int) -> Tiles:
-        """Arrange an image of the given size in pixels into tiles."""
+        """Return the arrangement in tiles of an image whose size is given in pixels."""
         vision = self.vision_config
         patches = vision.image_size // vision.patch_size
         return arrange(height, width, self.image_grid_pinpoints, vision.image_size, patches)
@@ -67,7 +67,7 @@ class LlavaNextTower(LlavaClipTower):
 
     Args:
         config: sizes of the language model and the tower.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: LlavaNextConfig, kernels: KernelOptions) -> None:

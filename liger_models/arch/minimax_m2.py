@@ -1,11 +1,11 @@
 """MiniMax M2, M2.1, M2.5, M2.7: model_type ``minimax_m2``.
 
 Differs from Llama: q and k are normalized over all heads before RoPE, and only the first ``rotary_dim`` entries of each
-head are rotated. The MLP of every layer is a mixture of experts, which are scored by a sigmoid. To choose experts,
-``e_score_correction_bias`` is added to the scores; the routing weights are the scores without the bias, divided by
-their sum. The bias stays in fp32, although transformers casts it with the other weights, and gradients do not train it.
-If ``output_router_logits`` is set, the load-balancing loss is added to the loss. As in transformers, the load-balancing
-loss is computed from the softmax of the logits.
+head are rotated. The MLP of every layer is a mixture of experts. The score of an expert is the sigmoid of its router
+logit. To choose experts, ``e_score_correction_bias`` is added to the scores; the routing weights are the scores without
+the bias, divided by their sum. The bias stays in fp32, although transformers casts it with the other weights, and
+gradients do not train it. If ``output_router_logits`` is set, the load-balancing loss is added to the loss. As in
+transformers, the load-balancing loss is computed from the softmax of the logits.
 
 Source: https://arxiv.org/abs/2506.13585, transformers ``models/minimax_m2``.
 """

@@ -2,8 +2,8 @@
 
 Differs from Llama: after RoPE, each query is multiplied by ``1 + beta · ln(1 + floor(position / length))``, where
 ``beta`` is ``llama_4_scaling_beta`` and ``length`` is ``original_max_position_embeddings`` of the YaRN scaling. This
-factor is 1 for positions below ``length`` and grows slowly for later positions. If ``sliding_window`` is set, all
-layers attend only to the last ``sliding_window`` tokens. There are no biases.
+factor is 1 for positions below ``length`` and grows logarithmically for later positions. If ``sliding_window`` is set,
+all layers attend only to the last ``sliding_window`` tokens. There are no biases.
 
 Source: https://arxiv.org/abs/2601.08584, https://arxiv.org/abs/2501.19399 (scaled queries), transformers
 ``models/ministral3``.
@@ -57,7 +57,7 @@ class Ministral3Attention(LigerAttention):
     """`LigerAttention` with queries scaled by position.
 
     Args:
-        beta: rate at which the factor of the queries grows beyond ``length``.
+        beta: coefficient of the logarithm in the queries' factor, ``1 + beta · ln(1 + floor(position / length))``.
         length: number of positions, starting at 0, whose factor is 1.
         Others: as in `LigerAttention`.
     """
@@ -94,12 +94,12 @@ BETA = "llama_4_scaling_beta"
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the key of the query scaling from the rope parameters to the top level. Without rope parameters, the
-    defaults of the class apply.
+    """Move ``llama_4_scaling_beta`` from the rope parameters to the top level. Without rope parameters, the defaults of
+    the config class apply.
 
     If there are rope parameters without ``rope_theta``, the base is 10000, the default of transformers. If there are
-    rope parameters without a query scaling, queries are not scaled. ``max_position_embeddings`` in the rope parameters
-    duplicates the top-level key and is dropped.
+    rope parameters without ``llama_4_scaling_beta``, queries are not scaled. ``max_position_embeddings`` in the rope
+    parameters duplicates the top-level key and is dropped.
     """
     name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     default = Ministral3Config()
@@ -116,7 +116,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the key of the query scaling into the rope parameters, and write the rope type under the older key ``type``
+    """Move ``llama_4_scaling_beta`` into the rope parameters, and write the rope type under the older key ``type``
     too."""
     out = dict(keys)
     out["rope_scaling"] = {"type": "yarn", **keys["rope_scaling"], BETA: out.pop(BETA)}

@@ -51,7 +51,7 @@ class Mistral3Vision:
     vision_config: PixtralVisionConfig = field(default_factory=PixtralVisionConfig)
 
     def check_vision(self) -> None:
-        """Raise ValueError for unsupported values."""
+        """Raise ValueError if ``vision_feature_layer`` or ``projector_hidden_act`` is not supported."""
         acts = ("gelu", "gelu_pytorch_tanh", "quick_gelu")
         check_values(self, projector_hidden_act=acts, vision_feature_layer=(-1,))
 
@@ -70,7 +70,7 @@ class Mistral3Tower(PixtralTower):
 
     Args:
         config: sizes of the language model and the tower.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: Any, kernels: KernelOptions) -> None:
@@ -89,8 +89,9 @@ class Mistral3Tower(PixtralTower):
         In a compiled graph, the result also has rows for padding, which come last.
         """
         normed = self.norm.add(*self.run_blocks(pixels, sizes))[0]
-        # The patches of a square are adjacent. The layer takes their values ordered by channel first, as in the
-        # checkpoint, so that its matrix and its adapters match the checkpoint.
+        # The patches of a square are adjacent. As in the checkpoint, the inputs of the merging layer are ordered by
+        # channel and then by patch. The layer's matrix and adapters therefore have the same format as in the
+        # checkpoint.
         squares = rearrange(normed, "one (n m) c -> (one n) (c m)", m=self.merge**2)  # [N / merge², C · merge²]
         tokens: Tensor = self.projection(self.merging(squares))
         return tokens

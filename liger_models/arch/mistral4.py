@@ -4,10 +4,10 @@ Differs from Llama: keys and values are computed from a latent of each token, an
 (`LigerLatentAttention`). Each query is multiplied by ``1 + beta · ln(1 + floor(position / length))``, where ``beta`` is
 ``llama_4_scaling_beta`` and ``length`` is ``original_max_position_embeddings`` of the YaRN scaling. From layer
 ``first_k_dense_replace`` on, the MLP is a mixture of experts plus shared experts. The ``n_shared_experts`` shared
-experts process all tokens. Together, the shared experts form one MLP, whose output is not gated. The score of an expert
-is the softmax of its logit. The experts form ``n_group`` groups, and the score of a group is the sum of its two best
-scores. Experts are chosen only from the ``topk_group`` best groups. The routing weights are divided by their sum if
-``norm_topk_prob`` is set, multiplied by ``routed_scaling_factor``, and rounded to the dtype of the logits.
+experts process all tokens. Together, the shared experts form one MLP, whose output is not gated. The scores of the
+experts are the softmax of the router logits. The experts form ``n_group`` groups, and the score of a group is the sum
+of its two best scores. Experts are chosen only from the ``topk_group`` best groups. The routing weights are divided by
+their sum if ``norm_topk_prob`` is set, multiplied by ``routed_scaling_factor``, and rounded to the dtype of the logits.
 
 config.json does not say whether YaRN's ``mscale_all_dim`` scales the attention scores. A second file of settings, which
 Mistral publishes with the weights, turns this scaling off (``apply_scale: false``), but transformers applies it. In
@@ -80,7 +80,8 @@ class Mistral4Config(LatentDecoderConfig):
 
     @property
     def attention_scale(self) -> float:
-        """Multiplier of q·k; see the module's docstring."""
+        """Multiplier of q·k. It contains the factor from YaRN's ``mscale_all_dim`` only if ``scale_by_mscale`` is
+        True."""
         return super().attention_scale if self.scale_by_mscale else float(self.head_size**-0.5)
 
     @property
@@ -100,7 +101,7 @@ class Mistral4Attention(LigerLatentAttention):
     """`LigerLatentAttention` with queries scaled by position.
 
     Args:
-        beta: rate at which the factor of the queries grows beyond ``length``.
+        beta: coefficient of the logarithm in the queries' factor, ``1 + beta · ln(1 + floor(position / length))``.
         length: number of positions, starting at 0, whose factor is 1.
         Others: as in `LigerLatentAttention`.
     """
@@ -147,9 +148,9 @@ OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """If config.json describes a model with images, take only its language model's settings.
 
-    Move the key of the query scaling from the rope parameters to the top level. Without rope parameters, the defaults
-    of the class apply. ``max_position_embeddings`` and ``partial_rotary_factor`` in the rope parameters are dropped,
-    because other keys determine them.
+    Move ``llama_4_scaling_beta`` from the rope parameters to the top level. Without rope parameters, the defaults of
+    the config class apply. ``max_position_embeddings`` and ``partial_rotary_factor`` in the rope parameters are
+    dropped, because other keys determine them.
 
     Raises:
         ValueError: the language model of a file with images has another ``model_type``.
@@ -174,8 +175,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the key of the query scaling into the rope parameters, and write the rope type under the older key ``type``
-    too.
+    """Move ``llama_4_scaling_beta`` into the rope parameters, and write the rope type under the older key ``type`` too.
 
     ``scale_by_mscale``, which transformers does not know, is written only if it is True.
     """
@@ -191,8 +191,8 @@ def weight_map(config: Mistral4Config, **more: Any) -> WeightMap:
 
 
 def other_maps(config: Mistral4Config) -> list[WeightMap]:
-    """Return the weight maps for the other layouts: checkpoints with separate tensors for each expert, and checkpoints
-    with images."""
+    """Return the weight maps for two other kinds of checkpoints: with separate tensors for each expert, and with
+    images."""
     whole: list[dict[str, Any]] = [
         {"prefix": "language_model.model", "head": "language_model.lm_head.weight"},
         {"prefix": "model.language_model"},

@@ -80,8 +80,8 @@ class Qwen2_5VLTower(QwenTower):
     """The vision tower, which turns patches into image tokens.
 
     Args:
-        config: sizes.
-        kernels: which parts run on fused kernels.
+        config: sizes of the vision tower.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: Qwen2_5VLVisionConfig, kernels: KernelOptions) -> None:

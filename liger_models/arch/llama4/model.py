@@ -4,7 +4,7 @@ The language model is ``llama4_text``. An image is cut into tiles. In the text, 
 and the tile's image tokens replace these placeholders. Image tokens attend only to earlier tokens, like all other
 tokens.
 
-The vision tower computes each tile separately. Patches have learned position embeddings. RoPE rotates queries and keys
+The vision tower processes each tile separately. Patches have learned position embeddings. RoPE rotates queries and keys
 by the patch's column and row. The class token is the last token of a tile, and is dropped after the pre-norm blocks.
 The features of each square of patches are concatenated, and an MLP and a projection turn them into an image token.
 

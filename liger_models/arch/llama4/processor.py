@@ -30,7 +30,8 @@ BILINEAR = 2
 
 PLACEHOLDER, BEGIN, END = "<|image|>", "<|image_start|>", "<|image_end|>"
 BETWEEN_COLUMNS, AFTER_ROW = "<|tile_x_separator|>", "<|tile_y_separator|>"
-"""Tokens in the text of an image. As in transformers, no file sets them."""
+"""Tokens that the processor writes into the text for an image. As in transformers, no file of the checkpoint sets
+them."""
 
 
 def canvases(most: int) -> list[tuple[int, int]]:
@@ -49,10 +50,10 @@ def canvases(most: int) -> list[tuple[int, int]]:
 class Llama4Images(ImageConverter):
     """Resizes images, keeping their proportions, pads them with black, and splits them into tiles.
 
-    For each arrangement of tiles, there is a factor that would scale the image to fit the arrangement. The arrangement
-    with the smallest factor of at least 1 is chosen. If all factors are below 1, the arrangement with the largest
-    factor is chosen. Among arrangements with the same factor, the one with the fewest tiles is chosen. An image is not
-    enlarged beyond the size of one tile. With ``resize_to_max_canvas``, an image is enlarged further, and the
+    Each arrangement of tiles has a factor: the largest factor by which the image can be scaled and still fits. The
+    arrangement with the smallest factor of at least 1 is chosen. If all factors are below 1, the arrangement with the
+    largest factor is chosen. Among arrangements with the same factor, the one with the fewest tiles is chosen. An image
+    is not enlarged beyond the size of one tile. With ``resize_to_max_canvas``, an image is enlarged further, and the
     arrangement that enlarges the image most is chosen. If an image has several tiles, one more tile with the whole
     image is added at the end.
 

@@ -114,9 +114,9 @@ class Llama4Attention(LigerAttention):
     """`LigerAttention` with chunks and with norms of q and k, or with queries that are scaled by position.
 
     Args:
-        config: sizes and constants.
+        config: sizes and constants of the model.
         layer: index of the layer.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: Llama4TextConfig, layer: int, kernels: KernelOptions) -> None:
@@ -214,7 +214,7 @@ class LigerLlama4Text(Llama4Decoder):
 OF_MIXTURES = ("num_local_experts", "num_experts_per_tok", "interleave_moe_layer_step")
 IGNORED_KEYS = (
     "cache_implementation",  # a generation setting
-    "for_llm_compressor",  # a setting of a tool
+    "for_llm_compressor",  # a setting of llm-compressor
     "output_router_logits",  # transformers returns the logits, and computes no loss from them
     "router_aux_loss_coef",
     "router_jitter_noise",

@@ -101,7 +101,7 @@ class Llama4Tower(nn.Module):
 
     Args:
         config: sizes of the language model and the tower.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: Llama4Config, kernels: KernelOptions) -> None:

@@ -77,7 +77,8 @@ class ImageStates:
         mask = parts_mask(visible, part, dense=single, segments=segments)
         places = torch.arange(seen.shape[1], device=seen.device)[None]
         if groups.tensor is not None and tokens is not None:
-            # Enter one region for all layers, so that the gradients of the image tokens are all-reduced only once.
+            # Enter one tensor-parallel region for all layers, so that the gradients of the image tokens are all-reduced
+            # only once.
             tokens = copy_to_region(tokens, replace(groups.tensor, sequence_parallel=False))
         layout = BatchLayout(places, {}, cache=cache, masks={None: mask}, causal=False)
         return cls(tokens, layout, groups.local_tokens(reached), groups.local_tokens(sees))

@@ -92,9 +92,9 @@ class HybridBlock(nn.Module):
     """``h += attention(norm(h)); h += mlp(norm(h))``, where attention is linear or full.
 
     Args:
-        config: sizes and constants.
+        config: sizes and constants of the model.
         layer: index of the layer.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: HybridConfig, layer: int, kernels: KernelOptions) -> None:

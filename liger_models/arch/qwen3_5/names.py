@@ -104,8 +104,8 @@ def hybrid_map(
 
 
 def _linear_attention_entries(config: HybridConfig, theirs: str, four_projections: bool) -> dict[str, Expression | str]:
-    """Return the weight-map entries of linear attention. In this package, one tensor packs all projections, by key
-    head."""
+    """Return the weight-map entries of linear attention. In this package, one tensor holds the rows of all projections,
+    grouped by key head."""
     heads, keys, values = _linear_sizes(config)
     scalars = config.linear_num_value_heads // heads  # number of update rates (and of decays) per key head
     projections: list[Expression | str]
@@ -155,7 +155,8 @@ def _mlp_entries(config: HybridConfig, prefix: str, fused: bool) -> dict[str, Ma
 
 
 def check_gate(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json without the key ``output_gate_type``, which names the activation of the linear-attention gate.
+    """Return the content of config.json without the key ``output_gate_type``, which names the activation of the
+    linear-attention gate.
 
     Raises:
         ValueError: the activation is neither "silu" nor "swish", which are two names for the same function.
@@ -211,7 +212,7 @@ def _has_experts(config: HybridConfig) -> bool:
 def text_maps(config: HybridConfig) -> list[WeightMap]:
     """The weight maps of a Qwen3.5 text model.
 
-    The first map is for the layout that transformers writes, in which each expert has tensors of its own. The second
+    The first map is for the files that transformers writes, in which each expert has tensors of its own. The second
     half of the maps is for checkpoints with a vision tower.
     """
     prefixes = ("model", "model.language_model")
@@ -222,7 +223,7 @@ def text_maps(config: HybridConfig) -> list[WeightMap]:
 def multimodal_maps(config: Any) -> list[WeightMap]:
     """The weight maps of a Qwen3.5 model with its tower.
 
-    The first map is for the layout on the hub, in which one tensor per projection holds all experts of a layer. The
+    The first map is for the files on the hub, in which one tensor per projection holds all experts of a layer. The
     second half of the maps is for tensor names with the prefixes of Qwen2-VL checkpoints.
     """
     layouts = (True, False) if _has_experts(config) else (False,)  # whether experts are fused

@@ -49,7 +49,8 @@ class LigerQwen3_5Text(HybridModel):
     config_class: ClassVar[type[Any]] = Qwen3_5TextConfig
 
     def build_rotary(self, config: Any) -> dict[str, nn.Module]:
-        """A rotary embedding of positions in time, height and width. The frequencies of the three are interleaved."""
+        """A rotary embedding of positions in time, height and width. The frequencies of the three coordinates are
+        interleaved."""
         rotary = MultimodalRotaryEmbedding(
             config.rotary_width, config.rope_theta, config.rope_scaling, config.max_position_embeddings,
             sections=config.mrope_section, interleaved=True,
