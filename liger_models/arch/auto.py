@@ -129,7 +129,7 @@ class AutoLigerModel:
             config: an instance of an architecture's config class, or the content of a config.json.
             dtype: dtype of the parameters, or its name.
             device: device of the parameters.
-            kernels: which parts run on fused kernels.
+            kernels: which parts of the model run on fused kernels.
             strict: whether an unknown key of config.json is an error instead of a warning.
 
         Raises:

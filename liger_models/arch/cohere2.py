@@ -65,7 +65,7 @@ class Cohere2Block(nn.Module):
         self.input_layernorm = LigerLayerNorm(
             config.hidden_size, config.layer_norm_eps, use_bias=False, kernel=kernels.layer_norm
         )
-        # Layers that attend to everything have no position embedding.
+        # Layers that attend to all tokens have no position embedding.
         self.self_attn = LigerAttention.from_config(
             config,
             layer,
@@ -99,7 +99,8 @@ class LigerCohere2(CausalLM):
         return LigerLMHead(config.hidden_size, config.vocab_size, logit_scale=config.logit_scale, kernels=self.kernels)
 
 
-# Keys in the first releases that describe the only possible layout. transformers does not read these keys.
+# Keys in the config.json of the first releases, for choices that are the same in all Cohere 2 models. transformers does
+# not read these keys.
 IGNORED_KEYS = (
     "_sliding_window_pattern",
     "cache_implementation",

@@ -89,7 +89,7 @@ IGNORED_KEYS = (*DEEPSEEK_IGNORED_KEYS, "norm_topk_prob", "num_nextn_predict_lay
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Also write the type of the rope scaling under the key that the released code reads."""
+    """Also write the type of the rope scaling under the key ``type``, which DeepSeek's own code reads."""
     rope = keys.get("rope_scaling")
     return {**keys, "rope_scaling": {"type": rope["rope_type"], **rope}} if rope else dict(keys)
 

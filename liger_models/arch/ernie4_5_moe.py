@@ -138,9 +138,9 @@ def weight_map(config: Ernie4_5MoeConfig) -> WeightMap:
 
 
 def other_maps(config: Ernie4_5MoeConfig) -> list[WeightMap]:
-    """The weight maps for the layouts of transformers 5. Each of them differs from the released layout in one or both
-    of these ways: the name of the bias contains the router's name; one tensor per projection holds all experts of a
-    layer."""
+    """The weight maps for the checkpoints of transformers 5. These checkpoints differ from the released ones in one or
+    both of these ways: the name of the bias contains the router's name; one tensor per projection holds all experts of
+    a layer."""
     return [
         _map(config, "gate.moe_statics", fused=True),
         _map(config, "gate.moe_statics", fused=False),

@@ -62,7 +62,7 @@ class Exaone4Config(RMSNormDecoderConfig):
 
 
 class Exaone4Block(PostNormBlock):
-    """``h += norm(attention(h)); h += norm(mlp(h))``; only the sums ``h`` are saved for the backward."""
+    """``h += norm(attention(h)); h += norm(mlp(h))``; each addition saves only its sum ``h`` for the backward."""
 
     attention_class = LigerQKNormAttention
 

@@ -3,12 +3,12 @@
 Differs from Llama: keys and values are computed from a latent of each token, and decoding caches only the latents
 (`LigerLatentAttention`). In layers of type "sparse" in ``mlp_layer_types`` (by default, all but the first layer), the
 MLP is a mixture of experts plus shared experts. The ``n_shared_experts`` shared experts process all tokens. Together,
-the shared experts form one MLP, whose output is not gated. Experts are scored by a sigmoid. To choose experts,
-``e_score_correction_bias`` is added to the scores. The experts form ``n_group`` groups, and the score of a group is the
-sum of its two best scores. Experts are chosen only from the ``topk_group`` best groups. The routing weights are the
-scores without the bias, divided by their sum if ``norm_topk_prob`` is set, and multiplied by ``routed_scaling_factor``.
-The bias stays in fp32 and is not trained by gradients. The layer for multi-token prediction follows the last layer; its
-weights are kept and saved with the model.
+the shared experts form one MLP, whose output is not gated. The score of an expert is the sigmoid of its router logit.
+To choose experts, ``e_score_correction_bias`` is added to the scores. The experts form ``n_group`` groups, and the
+score of a group is the sum of its two best scores. Experts are chosen only from the ``topk_group`` best groups. The
+routing weights are the scores without the bias, divided by their sum if ``norm_topk_prob`` is set, and multiplied by
+``routed_scaling_factor``. The bias stays in fp32 and is not trained by gradients. The layer for multi-token prediction
+follows the last layer; its weights are kept and saved with the model.
 
 Source: https://arxiv.org/abs/2508.06471, transformers ``models/glm4_moe_lite``.
 """

@@ -157,11 +157,11 @@ MEMORY = "experts.gate_up_proj", "experts.down_proj", "router.weight"
 (`MEMORY`)."""
 
 WORDS = {"linear_attention": MAMBA, "full_attention": ATTENTION}
-"""Maps the layer types in files of transformers 5 to their names on the hub."""
+"""Maps the layer types in files of transformers 5 to the layer types in files on the hub."""
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the settings of the mixer, and convert the layer types to their names on the hub."""
+    """Read the settings of the mixer, and convert the layer types of transformers 5 to those on the hub."""
     flat = read_mixer(hf)
     types = flat.pop("layers_block_type", None) if flat.get("layer_types") is None else flat["layer_types"]
     return flat if types is None else {**flat, "layer_types": [WORDS.get(word, word) for word in types]}

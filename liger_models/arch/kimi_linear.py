@@ -155,7 +155,7 @@ def _by_unit(parts: Sequence[str], sizes: Sequence[int], units: int) -> Expressi
 
 
 def _linear_entries(config: KimiLinearConfig, theirs: str, *, fused: bool) -> dict[str, Expression | str]:
-    """Return the weight-map entries of linear attention; ``theirs`` is the prefix of its names in the checkpoint."""
+    """Return the weight-map entries of linear attention; ``theirs`` is the prefix of the names in the checkpoint."""
     ours, gate = "layers.{linear}.self_attn", f"{theirs}.forget_gate" if fused else theirs
     units, sizes = LigerKimiDeltaAttention.units_of(config.linear_num_heads, config.linear_head_dim)
     inputs = [*(f"{theirs}.{part}_proj.weight" for part in "qkv"), f"{gate}.f_a_proj.weight"]
@@ -185,8 +185,8 @@ def weight_map(
     Args:
         config: config of the model.
         moe, dense: names of a block's mixture of experts and of its dense MLP.
-        fused: whether to return the layout of transformers' modules in memory. This layout has one tensor for each
-            projection of all experts in a layer, and one tensor for all convolutions in a layer.
+        fused: whether to return the map for transformers' modules in memory. In each layer, these modules have one
+            tensor per projection for all experts, and one tensor for all convolutions.
     """
     layers = range(config.num_hidden_layers)
     experts, mlp = f"model.layers.{{sparse}}.{moe}", f"model.layers.{{dense}}.{dense}"
@@ -233,7 +233,7 @@ FIXED = {
     "moe_router_activation_func": "sigmoid",
     "num_nextn_predict_layers": 0,
 }
-"""Maps each key of released files that has only one supported value to this value."""
+"""Maps keys of released config.json files to their only supported values."""
 
 SIZES = {
     "head_dim": "linear_head_dim",
@@ -257,8 +257,8 @@ NUMBERS = {"full_attn_layers": FULL, "kda_layers": LINEAR}
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the types of the layers and of their MLPs from either file format, and refuse other models with this
-    ``model_type``.
+    """Read the types of the layers and of their MLPs, either from the keys of released files or from the keys of
+    transformers 5, and refuse other models with this ``model_type``.
 
     ``tie_word_embeddings`` is read as false, because transformers ties no weights of this architecture.
 

@@ -47,7 +47,7 @@ WORDS = {
     "mamba": MAMBA,
     "attention": ATTENTION,
 }
-"""Maps the names of layer kinds in files of transformers 5 to their letters on the hub."""
+"""Maps the names of layer kinds in files of transformers 5 to the letters of ``hybrid_override_pattern``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +153,8 @@ class LatentExperts(LigerMoE):
     """Experts whose input may be narrower than the input of their router.
 
     Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels.
+        config: sizes and constants of the model.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: NemotronHConfig, kernels: KernelOptions) -> None:
@@ -188,8 +188,8 @@ class NemotronHMoE(Layer):
     The routed experts are a separate layer, because expert parallelism distributes only the routed experts.
 
     Args:
-        config: sizes and constants.
-        kernels: which parts run on fused kernels.
+        config: sizes and constants of the model.
+        kernels: which parts of the model run on fused kernels.
     """
 
     linears = ("fc1_latent_proj", "fc2_latent_proj")
@@ -435,13 +435,13 @@ IGNORED_KEYS = (
     "hidden_dropout",
     "mamba_chunk_size",
     "mamba_expand",
-    "mamba_proj_bias",  # use_bias is read
+    "mamba_proj_bias",  # use_bias is read instead
     "mamba_ssm_cache_dtype",  # states are always in fp32
     "moe_shared_expert_overlap",  # how experts are scheduled
     "mtp_hybrid_override_pattern",  # the layers are kept, and `LigerMTP` builds them
     "mtp_layers_block_type",
     "n_shared_experts",
-    "norm_eps",  # layer_norm_epsilon is read
+    "norm_eps",  # layer_norm_epsilon is read instead
     "num_logits_to_keep",
     "num_nextn_predict_layers",
     "output_router_logits",  # the loss has no load-balancing term

@@ -123,8 +123,8 @@ class LigerPhimoe(CausalLM):
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the class name that the published code and vLLM read, and write the LongRoPE type under the key that they
-    read."""
+    """Write the class name that the published code and vLLM read, and write the type of the rope scaling under the key
+    ``type``, which they also read."""
     scaling = keys["rope_scaling"]
     if scaling is not None:
         scaling = {"type" if key == "rope_type" else key: value for key, value in scaling.items()}

@@ -99,7 +99,7 @@ class LigerStarcoder2(CausalLM):
 IGNORED_KEYS = (
     "mlp_type",
     "norm_type",
-)  # keys in the first releases that describe the one possible layout; transformers does not read them
+)  # keys of the first releases, the same in all models; transformers does not read them
 
 
 def weight_map(config: Starcoder2Config) -> WeightMap:

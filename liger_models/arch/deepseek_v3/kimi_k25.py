@@ -57,7 +57,7 @@ TOP = ("tie_word_embeddings",)
 """Fields that are at the top level of config.json, and not in ``text_config``."""
 
 OF_IMAGES = ("vision_tower.", "mm_projector.", "model.vision_tower.", "model.mm_projector.")
-"""Prefixes of the tensors that are kept unchanged."""
+"""Prefixes of the tensors of the vision tower and its projector, which are kept unchanged."""
 
 # Keys about images.
 IGNORED_KEYS = (
@@ -92,8 +92,8 @@ def weight_map(config: KimiK25Config) -> WeightMap:
 
 
 def other_maps(config: KimiK25Config) -> list[WeightMap]:
-    """The weight maps of the other layouts that can be read: ``blocks`` instead of ``layers``, as in files that
-    transformers 5 writes; one tensor for all experts of a layer; and the names of transformers' modules."""
+    """The weight maps for three other kinds of checkpoints: with ``blocks`` instead of ``layers``, as in files that
+    transformers 5 writes; with one tensor for all experts of a layer; and with the names of transformers' modules."""
     options: dict[str, Any] = {"kept": OF_IMAGES}
     head = "language_model.lm_head.weight"
     return [

@@ -3,13 +3,13 @@
 Differs from Llama: keys and values are computed from a latent of each token, and decoding caches only the latents
 (`LigerLatentAttention`). From layer ``first_k_dense_replace`` on, the MLP is a mixture of experts plus shared experts.
 The ``n_shared_experts`` shared experts process all tokens. Together, the shared experts form one MLP, whose output is
-not gated. Experts are scored by a sigmoid. To choose experts, ``e_score_correction_bias`` is added to the scores. The
-experts form ``n_group`` groups, and the score of a group is the sum of its two best scores. Experts are chosen only
-from the ``topk_group`` best groups. The routing weights are the scores without the bias, divided by their sum if
-``norm_topk_prob`` is set, and multiplied by ``routed_scaling_factor``. The bias stays in fp32 and is not trained by
-gradients. With YaRN, attention scores are multiplied by the square of a factor that is computed from
-``mscale_all_dim``. The layers for multi-token prediction follow the last layer; their weights are kept and saved with
-the model. Checkpoints of Kimi K2 are saved with the model_type ``deepseek_v3``, which transformers can read.
+not gated. The score of an expert is the sigmoid of its router logit. To choose experts, ``e_score_correction_bias`` is
+added to the scores. The experts form ``n_group`` groups, and the score of a group is the sum of its two best scores.
+Experts are chosen only from the ``topk_group`` best groups. The routing weights are the scores without the bias,
+divided by their sum if ``norm_topk_prob`` is set, and multiplied by ``routed_scaling_factor``. The bias stays in fp32
+and is not trained by gradients. With YaRN, attention scores are multiplied by the square of a factor that is computed
+from ``mscale_all_dim``. The layers for multi-token prediction follow the last layer; their weights are kept and saved
+with the model. Checkpoints of Kimi K2 are saved with the model_type ``deepseek_v3``, which transformers can read.
 
 Source: https://arxiv.org/abs/2412.19437, transformers ``models/deepseek_v3``.
 """
@@ -80,7 +80,7 @@ from_json = renaming({"num_local_experts": "n_routed_experts", "num_mtp_layers":
 
 
 def to_json(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Also write the type of the rope scaling under the key that the released code reads."""
+    """Also write the type of the rope scaling under the key ``type``, which DeepSeek's own code reads."""
     rope = keys.get("rope_scaling")
     return {**keys, "rope_scaling": {"type": rope["rope_type"], **rope}} if rope else dict(keys)
 

@@ -49,7 +49,8 @@ class LigerGlm4v(Glm4vModel):
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a config.json as `read_multimodal` does; ``attention_bias`` has no effect on the language model."""
+    """Read a config.json as `read_multimodal` does; ``attention_bias`` is dropped, because it has no effect on the
+    language model."""
     flat = read_multimodal(Glm4vConfig, hf, TOP)
     flat.pop("attention_bias", None)
     return flat

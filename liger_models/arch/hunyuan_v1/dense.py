@@ -55,7 +55,8 @@ class LigerHunYuanDenseV1(CausalLM):
     block_class = HunYuanDenseV1Block
 
 
-# Keys that describe the only possible layout, or an unused token. The model in transformers reads none of them.
+# Keys for choices that are the same in all Hunyuan models, and for an unused token. The model in transformers reads
+# none of these keys.
 IGNORED_KEYS = (
     "add_classification_head",
     "attention_head_dim",

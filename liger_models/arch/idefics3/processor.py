@@ -33,7 +33,8 @@ AROUND, GLOBAL, VIDEO = "<fake_token_around_image>", "<global-img>", "<video>"
 
 
 def scaled(width: int, height: int, longest: int) -> tuple[int, int]:
-    """Return the width and height of an image after its longer side has been scaled to ``longest`` pixels."""
+    """Return the width and height of an image after its longer side has been scaled to ``longest`` pixels, or to
+    `LONGEST` pixels if ``longest`` is larger."""
     ratio = width / height
     # The shorter side is rounded down and then up to an even number.
     if width >= height:

@@ -68,7 +68,7 @@ class Idefics3Tower(SiglipTower):
 
     Args:
         config: sizes of the language model and the tower.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: Idefics3Config, kernels: KernelOptions) -> None:

@@ -40,11 +40,12 @@ MOE = (
 )  # fmt: skip
 WINDOWS = ("layer_types", "max_window_layers")
 UNREAD = {"qwen2": (*MOE, "attention_bias"), "qwen3": MOE, "qwen3_moe": WINDOWS}
-"""Maps each type of language model to the fields that it does not read."""
+"""Maps each type of language model to the fields that models of this type do not read."""
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top level, and add the defaults for its ``model_type``.
+    """Move the keys of ``text_config`` to the top level, and add the defaults for the ``model_type`` in
+    ``text_config``.
 
     The field ``text_type`` holds this ``model_type``.
     """
@@ -70,10 +71,10 @@ def weight_map(config: InternVLConfig) -> WeightMap:
 
 
 def other_maps(config: InternVLConfig) -> list[WeightMap]:
-    """Return the other layouts of tensor names that can be read.
+    """Return the weight maps for the other naming schemes that can be read.
 
-    Each of them differs from the layout of `weight_map` in one or both of these ways: the names are those of
-    transformers 5's modules; one tensor per projection holds all experts of a layer.
+    Each scheme differs from that of `weight_map` in one or both of these ways: the names are those of transformers 5's
+    modules; one tensor per projection holds all experts of a layer.
     """
     files, modules = ("language_model.model", "", "language_model.lm_head.weight"), (
         "model.language_model", "model.", "lm_head.weight",

@@ -66,7 +66,7 @@ class InternVLTower(nn.Module):
 
     Args:
         config: sizes of the language model and the tower.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: InternVLConfig, kernels: KernelOptions) -> None:

@@ -145,7 +145,7 @@ def lfm2_map(
 IGNORED_KEYS = (
     "block_dim",
     "block_mlp_init_scale",
-    "block_norm_eps",  # norm_eps is read
+    "block_norm_eps",  # norm_eps is read instead
     "block_out_init_scale",
     "block_use_swiglu",
     "block_use_xavier_init",

@@ -77,7 +77,8 @@ class LigerLfm2Moe(Lfm2Model):
 
 
 def moe_map(config: Lfm2MoeConfig, *, fused: bool) -> WeightMap:
-    """Return the weight map of LFM2. If ``fused`` is set, one tensor per projection holds all experts of a layer."""
+    """Return the weight map of LFM2 with experts. If ``fused`` is set, one tensor per projection holds all experts of a
+    layer."""
     dense, sparse = (f"model.layers.{{{index}}}.feed_forward" for index in ("dense", "sparse"))
     stacked = stacked_experts(f"{sparse}.experts", config.num_experts, fused=fused, names=("w1", "w3", "w2"))
     ours = "layers.{sparse}.feed_forward"
@@ -102,7 +103,7 @@ def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Read ``tie_embedding``, which takes precedence over ``tie_word_embeddings``, as in transformers.
 
     Raises:
-        ValueError: ``layer_types`` is missing, and transformers needs this key to build the model.
+        ValueError: ``layer_types`` is missing; transformers also needs this key to build the model.
     """
     if hf.get("layer_types") is None:
         raise ValueError("config.json: layer_types must have a type for each layer, got none. Add it.")

@@ -41,7 +41,7 @@ class Grid(NamedTuple):
     """The tiles of an image.
 
     Attributes:
-        columns, rows: the number of columns and rows of tiles; 1 if the image is not cut.
+        columns, rows: the number of columns and rows of tiles; both are 1 if the image is not cut.
         height, width: size of the whole image in pixels. The whole image is the only tile, or follows the other tiles.
     """
 
@@ -113,7 +113,7 @@ class Lfm2VlImages(ImageConverter):
 
     @property
     def side(self) -> int:
-        """Height and width of an image token in pixels."""
+        """Height and width, in pixels, of the square that becomes one image token."""
         return self.patch * self.merge
 
     @property

@@ -70,7 +70,7 @@ class Lfm2VlTower(SiglipTower):
 
     Args:
         config: sizes of the language model and the tower.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: Lfm2VlConfig, kernels: KernelOptions) -> None:

@@ -115,7 +115,7 @@ class MuseGlimmerEmbedding(LigerEmbedding):
     """A token embedding that normalizes the rows after the lookup, without a weight.
 
     Args:
-        config: sizes and constants.
+        config: sizes and constants of the model.
         kernel: False runs plain PyTorch instead of a kernel.
     """
 

@@ -52,7 +52,7 @@ def token_grid(height: int, width: int, side: int, most: int) -> tuple[int, int]
 
     Args:
         height, width: size of the image in pixels.
-        side: side of a token in pixels.
+        side: side, in pixels, of the square that becomes one image token.
         most: maximum number of tokens. Larger images are scaled down to this number.
     """
     high, wide = height / side, width / side
@@ -265,7 +265,8 @@ class MuseGlimmerProcessor(Processor):
         return self.image, self.video
 
     def written(self, size: MediaSize) -> tuple[str, int]:
-        """See `Processor.written`. In a video, each frame's time comes before the frame's tokens."""
+        """See `Processor.written`. In a video, the tokens of each group of frames that share patches follow the time of
+        the group's first frame."""
         begin, end, video_begin, between, video_end = AROUND
         if size.frames is None:
             count = math.prod(self.images.tokens((size.width, size.height)))
@@ -301,7 +302,8 @@ class MuseGlimmerProcessor(Processor):
         return out
 
     def media(self, parts: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> dict[str, Any]:
-        """Return the arguments of ``__call__`` besides the texts: images, videos and settings from `image_parts`."""
+        """Return the arguments of ``__call__`` besides the texts: the images, videos and settings in the result of
+        `image_parts`."""
         videos = [(video, part.get("fps")) for kind, video, part in parts if kind == "video"]
         return {
             "images": [image for kind, image, _ in parts if kind == "image"],

@@ -72,7 +72,7 @@ class MuseGlimmerTower(nn.Module):
 
     Args:
         config: config of the model, which has the sizes of the tower and of the adapter.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: Any, kernels: KernelOptions) -> None:

@@ -31,7 +31,7 @@ class Olmo2Config(RMSNormDecoderConfig):
 
 
 class Olmo2Block(PostNormBlock):
-    """``h += norm(attention(h)); h += norm(mlp(h))``; only the sums ``h`` are saved for the backward."""
+    """``h += norm(attention(h)); h += norm(mlp(h))``; each addition saves only its sum ``h`` for the backward."""
 
     norm_factory = staticmethod(fp32_norm)
     attention_class = LigerQKNormAttention

@@ -103,7 +103,7 @@ IGNORED_KEYS = (
     # Sizes that follow from other sizes.
     "vocab_size", "_vocab_size", "projection_dim", "num_image_tokens",
     "ignore_index", "projector_hidden_act", "is_encoder_decoder",
-    "use_bidirectional_attention",  # about the prefix, which is bidirectional in every PaliGemma
+    "use_bidirectional_attention",  # concerns the prefix, which is bidirectional in every PaliGemma
     "cache_implementation", "sliding_window_size",
 )  # fmt: skip
 """Keys of config.json that do not change the model."""

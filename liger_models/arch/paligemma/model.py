@@ -72,7 +72,7 @@ class PaliGemmaTower(SiglipTower):
 
     Args:
         config: sizes of the language model and the tower.
-        kernels: which parts run on fused kernels.
+        kernels: which parts of the model run on fused kernels.
     """
 
     def __init__(self, config: PaliGemmaConfig, kernels: KernelOptions) -> None:
