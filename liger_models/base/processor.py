@@ -343,7 +343,8 @@ class Processor(ABC):
         return {"images": [image for _, image, _ in parts]}
 
     def changed_settings(self) -> dict[str, dict[str, Any]]:
-        """Return the settings that were changed after loading, under "image_processor" and "video_processor"."""
+        """Return the settings that were changed after loading, in a dict with the keys "image_processor" and
+        "video_processor"."""
         return {}
 
     def apply_chat_template(
