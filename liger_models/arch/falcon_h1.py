@@ -147,7 +147,7 @@ class LigerFalconH1(CausalLM):
         )
 
     def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[Tensor, tuple[int, int]]:
-        """See `Decoder.embed`. Only embeddings that are looked up by ids are scaled."""
+        """See `Decoder.embed`. The embeddings of ``input_ids`` are scaled, but ``inputs_embeds`` are not."""
         embeds, shape = super().embed(input_ids, inputs_embeds)
         scale = 1.0 if input_ids is None else self.config.embedding_multiplier
         return embeds if scale == 1.0 else embeds * scale, shape

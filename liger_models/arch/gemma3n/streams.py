@@ -1,4 +1,4 @@
-"""AltUp, the residual streams of Gemma 3n, and LAuReL, the low-rank branch of its blocks.
+"""AltUp, which maintains the residual streams of Gemma 3n, and LAuReL, the low-rank branch of its blocks.
 
 A block runs on one stream. Before the block, a prediction of each stream is computed as a mixture of all streams; the
 block runs on one of the predictions. After the block, a multiple of the difference between the block's output and its

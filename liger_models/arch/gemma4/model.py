@@ -44,7 +44,8 @@ IGNORED_KEYS = (
 
 
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Move the keys of ``text_config`` to the top level, and read the keys of the language model and of the tower.
+    """Move the keys of ``text_config`` to the top level, and convert the keys of the language model and of the tower to
+    fields of the config.
 
     Raises:
         ValueError: a rope type is not supported, or layers of the same type have different sizes.

@@ -81,8 +81,7 @@ class Idefics3Tower(SiglipTower):
         """See `SiglipTower.positions`.
 
         The learned positions form a square grid. As in transformers, each side of a tile is split into as many buckets
-        as this grid has rows, and the learned position of a patch is determined by its row bucket and its column
-        bucket.
+        as this grid has rows. The row bucket and the column bucket of a patch determine its learned position.
         """
         table = local(self.pos_embed.weight)
         boundaries = torch.arange(1 / self.side, 1.0, 1 / self.side, dtype=torch.float32, device=table.device)

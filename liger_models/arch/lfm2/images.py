@@ -57,8 +57,8 @@ class LigerLfm2Vl(Lfm2Model, ImageTokenModel):
             pixel_values: [tiles, P, channels · patch²], the patches of each tile row by row, and then padding. The
                 tiles are in the order of their placeholders.
             spatial_shapes: [tiles, 2] int64, the number of rows and columns of patches of each tile.
-            pixel_attention_mask: [tiles, P], which is 1 on patches and 0 on padding. The mask is only compared with
-                ``spatial_shapes``. Default: no comparison.
+            pixel_attention_mask: [tiles, P], which is 1 on patches and 0 on padding. The mask is used only to check
+                ``spatial_shapes``. Default: no check.
             options: as in `Decoder.forward`; images need ``input_ids``.
 
         Returns:

@@ -50,12 +50,12 @@ def canvases(most: int) -> list[tuple[int, int]]:
 class Llama4Images(ImageConverter):
     """Resizes images, keeping their proportions, pads them with black, and splits them into tiles.
 
-    Each arrangement of tiles has a factor: the largest factor by which the image can be scaled and still fits. The
-    arrangement with the smallest factor of at least 1 is chosen. If all factors are below 1, the arrangement with the
-    largest factor is chosen. Among arrangements with the same factor, the one with the fewest tiles is chosen. An image
-    is not enlarged beyond the size of one tile. With ``resize_to_max_canvas``, an image is enlarged further, and the
-    arrangement that enlarges the image most is chosen. If an image has several tiles, one more tile with the whole
-    image is added at the end.
+    Each arrangement of tiles has a factor: the largest factor by which the image can be scaled without exceeding the
+    arrangement. The arrangement with the smallest factor of at least 1 is chosen. If all factors are below 1, the
+    arrangement with the largest factor is chosen. Among arrangements with the same factor, the one with the fewest
+    tiles is chosen. An image is not enlarged beyond the size of one tile. With ``resize_to_max_canvas``, an image is
+    enlarged further, and the arrangement that enlarges the image most is chosen. If an image has several tiles, one
+    more tile with the whole image is added at the end.
 
     Args:
         settings: the content of preprocessor_config.json.

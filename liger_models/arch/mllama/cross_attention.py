@@ -35,7 +35,7 @@ class ImageStates:
         tokens: [B, S, C], the concatenated image tokens of each row; None if their keys and values are already cached.
         layout: layout whose mask says which text token attends to which image token.
         reached: [B, T, 1] bool, whether the token's document has any images.
-        sees: [B, T, 1] bool, whether an image is at or before the token.
+        sees: [B, T, 1] bool, whether the caller's or the default mask lets the token attend to any tile.
     """
 
     tokens: Tensor | None

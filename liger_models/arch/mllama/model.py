@@ -59,8 +59,8 @@ class MllamaBlock(PreNormBlock):
 class MllamaCrossBlock(Layer):
     """``h += tanh(a) · cross_attention(norm(h), images); h += tanh(b) · mlp(norm(h))`` with gates ``a`` and ``b``.
 
-    The gates are learned. For tokens that attend to no image, the MLP branch adds zero. In documents without images,
-    both branches add zero.
+    The gates are learned. For tokens that are masked from all tiles, the MLP branch adds zero. In documents without
+    images, both branches add zero.
     """
 
     needs_images = True

@@ -63,7 +63,7 @@ class LigerOlmo3(LigerOlmo2):
 def from_json(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Read the ``rope_parameters`` that transformers 5 writes, with an entry for each layer type.
 
-    Only ``rope_parameters`` contains the rotary base of the layers with a window.
+    The rotary base of the layers with a window is read only from ``rope_parameters``.
     """
     values = {key: value for key, value in hf.items() if key != "rope_local_base_freq"}
     return flat_rope(values, Olmo3Config.rope_theta)
