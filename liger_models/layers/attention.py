@@ -1,10 +1,9 @@
 """Attention layers: `BaseAttention`, and `LigerAttention`, which has a packed QKV projection.
 
-`BaseAttention` implements everything that does not depend on how queries, keys and values are computed. In this class,
-constants come first, then the methods that process a batch (from `add_norm` to `_mix`), and then the methods that
-override methods of `Layer`. `LigerAttention` implements grouped-query attention. `qk_norm_attention.py` has variants of
-`LigerAttention` that normalize queries and keys or gate the outputs. `latent_attention.py` has attention whose keys and
-values are computed from latents.
+`BaseAttention` implements everything that does not depend on how queries, keys and values are computed.
+`LigerAttention` implements grouped-query attention. `qk_norm_attention.py` has variants of `LigerAttention` that
+normalize queries and keys or gate the outputs. `latent_attention.py` has attention whose keys and values are computed
+from latents.
 """
 
 from dataclasses import replace
@@ -48,8 +47,9 @@ class BaseAttention(Layer):
         window: number of tokens that a token attends to, including itself; None for all.
         softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
         dropout: probability of dropping an attention weight in training.
-        rotary: name of the rotary embedding; None for no rotation.
-        interleaved: whether to rotate pairs (2i, 2i + 1) instead of (i, i + R/2) for R rotated dimensions.
+        rotary: name of the rotary embedding, as in `BatchLayout.tables`; None for no rotation.
+        interleaved: whether to rotate the pairs of dimensions (2i, 2i + 1) instead of (i, i + R/2), where R is the
+            number of rotated dimensions.
         rope_kernel: False rotates in plain PyTorch, without a kernel.
     """
 
@@ -101,21 +101,22 @@ class BaseAttention(Layer):
     def _add_norm(
         self, norm: Norm | None, x: Tensor | None, residual: Tensor, layout: BatchLayout
     ) -> tuple[Tensor, Tensor]:
-        """Do the work of `add_norm`, without recomputation."""
+        """Do the same as `add_norm`, but ignore ``recompute``."""
         raise NotImplementedError
 
     def _attend(self, projected: Any, layout: BatchLayout) -> Tensor:
         """Compute the output of the layer, [B, T, C], from the projections of this rank's tokens."""
         # With context parallelism, each rank sends T / R tokens of all heads, and receives all T tokens of its own
-        # heads. After attention, the ranks exchange the outputs back.
+        # heads. After attention, each rank sends the outputs of its heads, and receives the outputs of all heads for
+        # its own T / R tokens.
         context = self.groups.context
         out = self._mix(projected if context is None else self._to_heads(projected, context), layout)  # [B, T, H · V]
         out = out if context is None else to_tokens(out, context)
         return call_linear(self.o_proj, out)
 
     def _to_heads(self, projected: Any, context: Group) -> Any:
-        """Send the heads of this rank's T / R tokens to the ranks that process these heads, and receive this rank's
-        heads of all T tokens."""
+        """Exchange projections among the ranks. ``projected`` has all heads for this rank's T / R tokens, and the
+        result has this rank's heads for all T tokens."""
         raise NotImplementedError
 
     def _mix(self, projected: Any, layout: BatchLayout) -> Tensor:
@@ -126,13 +127,13 @@ class BaseAttention(Layer):
         """Store the new tokens in the cache, if there is one, and return queries, keys and values.
 
         Returns:
-            q [B, T, H, D] of the new tokens, and k [B, S, G, D] and v [B, S, G, V] of all tokens. With a paged
-            cache, k and v hold all pages of the layer.
+            q [B, T, H, D] of the new tokens, and k [B, S, G, D] and v [B, S, G, V] of all cached and new tokens. With
+            a paged cache, k and v hold all pages of the layer.
         """
         raise NotImplementedError
 
     def _weigh(self, q: Tensor, k: Tensor, v: Tensor, layout: BatchLayout) -> Tensor:
-        """Compute the output of attention, [B, T, H, V]. ``layout`` holds the mask or the bounds of the documents."""
+        """Compute the output of attention, [B, T, H, V]. ``layout`` holds the mask or the document boundaries."""
         return attention(
             q, k, v, layout, scale=self.scale, window=self.window, softcap=self.softcap,
             dropout=self.dropout if self.training else 0.0, sinks=self._local_sinks(),
@@ -153,7 +154,7 @@ class BaseAttention(Layer):
         self.dropout = probability
 
     def set_policy(self, policy: str) -> None:
-        """Recompute the layer in the backward if the policy is "full"."""
+        """Make the backward recompute the layer if the checkpointing policy is "full"."""
         self.recompute = policy == "full"
 
     def recomputed_share(self, policy: str) -> float:
@@ -195,8 +196,9 @@ class LigerAttention(BaseAttention):
         window: number of tokens that a token attends to, including itself; None for all.
         softcap: scores become ``softcap · tanh(score / softcap)``; None for no cap.
         dropout: probability of dropping an attention weight in training.
-        rotary: name of the rotary embedding; None for no rotation.
-        interleaved: whether to rotate pairs (2i, 2i + 1) instead of (i, i + R/2) for R rotated dimensions.
+        rotary: name of the rotary embedding, as in `BatchLayout.tables`; None for no rotation.
+        interleaved: whether to rotate the pairs of dimensions (2i, 2i + 1) instead of (i, i + R/2), where R is the
+            number of rotated dimensions.
         rope_kernel: False rotates in plain PyTorch, without a kernel.
 
     Raises:
@@ -282,7 +284,7 @@ class LigerAttention(BaseAttention):
 
     @property
     def attention(self) -> AttentionSpec:
-        """The masks, rotary tables and cache that this layer needs, and its floating-point operations."""
+        """The masks, rotary tables and cache that the layer needs, and its operations per pair of query and key."""
         return AttentionSpec(
             self.layer, self.rotary, self.window, self.softcap is not None, 4 * self.num_heads * self.head_dim,
             takes_pages=True,
@@ -310,8 +312,8 @@ class LigerAttention(BaseAttention):
         self.num_kv_heads //= group.size
 
     def shard_tokens(self, group: Group) -> None:
-        """Prepare the layer for R ranks that each have T / R tokens. Inside attention, each rank has all T tokens and 1
-        / R of the heads.
+        """Prepare the layer for context parallelism, where each of R ranks has T / R tokens. Inside attention, each
+        rank has all T tokens, but only 1 / R of the heads.
 
         Raises:
             ValueError: the number of KV heads is not a multiple of the number of ranks.

@@ -16,9 +16,10 @@ from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 
 
 class Block(nn.Module):
-    """Methods that create the layers of a block. The default implementations create the layers of Llama.
+    """Base class of blocks, with methods that create the layers of a block. By default, the layers are those of Llama.
 
-    For a layer that differs from Llama's, a derived class overrides the method or the constant.
+    For a layer that differs from Llama's, a derived class overrides the method that creates the layer. To change only
+    the class of the attention, it sets ``attention_class``.
     """
 
     attention_class: ClassVar[Any] = LigerAttention
@@ -29,7 +30,7 @@ class Block(nn.Module):
         return partial(LigerRMSNorm, eps=config.rms_norm_eps, kernel=kernels.rms_norm)
 
     def attention_options(self, config: Any, layer: int) -> dict[str, Any]:
-        """Return additional arguments for a layer's call of ``attention_class.from_config``."""
+        """Return keyword arguments that `build_attention` passes to ``attention_class.from_config``."""
         return {}
 
     def build_attention(self, config: Any, layer: int, kernels: KernelOptions) -> Any:
@@ -46,7 +47,7 @@ class Block(nn.Module):
         return LigerSwiGLUMLP(config, kernel=kernels.swiglu)
 
     def build_experts(self, config: Any, kernels: KernelOptions) -> Any:
-        """Create a mixture of experts."""
+        """Create a mixture of experts. A derived class whose config has sparse layers must override this method."""
         raise NotImplementedError
 
 
@@ -67,8 +68,8 @@ class PreNormBlock(Block):
         Return ``(x, residual)`` for the next block, and the router logits if there are any.
         """
         x, residual = self.self_attn.add_norm(self.input_layernorm, x, residual, layout)
-        # `layout.experts` holds experts that replace the router's choice. It is empty for a dense MLP, and if the
-        # router chooses.
+        # `layout.experts` holds the experts of each token if the caller has chosen them. The tuple is empty if the
+        # router chooses the experts, or if the MLP is dense.
         outputs: tuple[Tensor, ...] = self.mlp.add_norm(self.post_attention_layernorm, x, residual, *layout.experts)
         return outputs
 
@@ -80,7 +81,7 @@ class QKNormBlock(PreNormBlock):
 
 
 class PostNormBlock(Block):
-    """``h += norm(attention(h)); h += norm(mlp(h))``; only the sums ``h`` are saved for the backward."""
+    """``h += norm(attention(h)); h += norm(mlp(h))``; of each addition, only the sum is saved for the backward."""
 
     def __init__(self, config: Any, layer: int, kernels: KernelOptions) -> None:
         super().__init__()
@@ -123,7 +124,7 @@ class SharedExpertBlock(PreNormBlock):
     """A `PreNormBlock` in which the MLP of a sparse layer is a mixture of experts with shared experts."""
 
     experts: ClassVar[Mapping[str, Any]] = {"correction_bias": True}
-    """Arguments of `LigerSharedExpertMoE.from_config`."""
+    """Keyword arguments for `LigerSharedExpertMoE.from_config`."""
 
     def build_experts(self, config: Any, kernels: KernelOptions) -> Any:
         """Create a mixture of experts with shared experts."""

@@ -45,13 +45,13 @@ from liger_models.layers.recompute import is_compiled, is_hooked
 LOG = logging.getLogger(__name__)
 
 _done: WeakSet[nn.Module] = WeakSet()
-"""The models that `compile_ahead` ignores: their kernels are already compiled ahead, or must not be compiled ahead."""
+"""The models that `compile_ahead` ignores, because their kernels already are, or must not be, compiled ahead."""
 
 _optimizers: WeakSet[Any] = WeakSet()
 """The optimizers whose kernels are compiled together with the kernels of a step."""
 
 _early: WeakKeyDictionary[nn.Module, threading.Thread] = WeakKeyDictionary()
-"""Maps a model that is being loaded to the thread that records the model's first step."""
+"""Maps a model that is being loaded to the thread that records the kernels of the model's first step."""
 
 
 class Launch(NamedTuple):
@@ -76,8 +76,8 @@ def compile_ahead(model: nn.Module, embeds: Tensor, layout: Any, options: Mappin
     """Start to compile the kernels of ``model.run(embeds, layout, **options)`` and its backward.
 
     Only the first call of this function for a model has an effect. Nothing is compiled ahead unless the step runs on an
-    NVIDIA GPU, with gradients and without a decode cache. Nothing is compiled ahead either if the model has hooks, has
-    parameters of other tensor classes, or is distributed.
+    NVIDIA GPU, with gradients and without a decode cache. Nothing is compiled ahead either if the model has hooks, is
+    distributed, or has parameters that are instances of tensor subclasses, such as DTensor.
 
     Args:
         model: the `Decoder`.
@@ -119,9 +119,9 @@ def compile_with_steps(optimizer: Any) -> None:
 def compile_early(model: Any, shape: tuple[int, int], device: torch.device) -> None:
     """Start to compile the kernels of a training step on packed text, while the weights of the model are being read.
 
-    A thread records the step. If the recording fails, `compile_ahead` records the first step when this step begins. If
-    a layer has dropout, the function does nothing, because a thread must not set the states of random number
-    generators.
+    A thread records the kernels that the step launches; see `record_step`. If the recording fails, `compile_ahead`
+    records the kernels when the first step begins. If a layer has dropout, `compile_early` does nothing, because
+    recording sets the states of random number generators, and a thread must not set them.
 
     Args:
         model: the `Decoder` on the meta device, with the dtypes, adapters and policies of the training.
@@ -154,7 +154,10 @@ def compile_early(model: Any, shape: tuple[int, int], device: torch.device) -> N
 
 
 def _step_of_text(model: Any, shape: tuple[int, int], device: torch.device) -> tuple[Tensor, Any, dict[str, Any]]:
-    """Return the arguments of `Decoder.run` for a model on the meta device: the embeddings, the layout and options."""
+    """Return arguments of `Decoder.run` for a step on packed text: the embeddings, the `BatchLayout` and the options.
+
+    The model is on the meta device.
+    """
     B, T = shape
     ids = torch.zeros(shape, dtype=torch.int64, device=device)
     embeds, _ = model.embed(ids.to("meta"), None)
@@ -380,7 +383,8 @@ def compile_all(kernels: Kernels, *, submitted: threading.Event | None = None, i
     slowest_first = sorted(kernels.items(), key=lambda item: -num_products(item[0][0]))
     with _parsing_in_turn(), ThreadPoolExecutor(compile_threads()) as pool:
         # Each device has its own `AsyncCompileMode`, because a mode loads a kernel only on the first device that needs
-        # it. Each mode runs in its own copy of the context variables, where it stays active if it is interrupted.
+        # it. A mode that ends with an error may stay set in the context variables, so each mode gets its own copy of
+        # them.
         for device in sorted({launch.device for launch in kernels.values()}):
             copy_context().run(compile_for, device)
 

@@ -90,7 +90,7 @@ _TODO = "Check config.json."
 
 @dataclass(frozen=True, kw_only=True)
 class BaseConfig:
-    """Base class of the configs of all decoders. Its constructor checks the numbers in all fields.
+    """Base class of configs. Its constructor checks the numbers in all fields; see `check_numbers`.
 
     Raises:
         ValueError: a number is out of range.
@@ -284,7 +284,7 @@ def _let_use_cache_be_set(cls: Any) -> None:
 
 
 PLAIN_ACTIVATIONS = ("quick_gelu", "gelu", "gelu_pytorch_tanh")
-"""Values of ``hidden_act`` that a vision tower with a plain MLP supports."""
+"""Values of ``hidden_act`` that a vision tower with an ungated MLP supports."""
 
 
 def check_multiple(config: Any, **divisors: str) -> None:

@@ -16,13 +16,13 @@ from liger_models.common.errors import is_traced
 Tensors = TypeVar("Tensors", bound="tuple[Tensor | None, ...]")
 
 Key = tuple[nn.Module, Hashable]
-"""The layer that derives the tensors, and the purpose of the tensors."""
+"""The arguments ``layer`` and ``purpose`` of `derive`."""
 
 _USED: ContextVar["DerivedTensors | None"] = ContextVar("derived", default=None)
 
 
 class DerivedTensors:
-    """Tensors that layers have computed from their weights since the last `renew`. The tensors stay at fixed addresses.
+    """Tensors that layers have computed from their weights. A tensor keeps its memory address when it is recomputed.
 
     An instance belongs either to one call of ``generate``, during which the weights must not change, or to a captured
     CUDA graph that reads the tensors. Layers hold no reference to an instance, so an instance has no effect outside of
@@ -51,7 +51,7 @@ class DerivedTensors:
     def refresh(self) -> None:
         """Recompute all outdated tensors.
 
-        Call this before the replay of a captured CUDA graph that reads the tensors but does not compute them.
+        Call this method before a captured CUDA graph is replayed that reads the tensors but does not compute them.
         """
         if len(self.current) < len(self._tensors):
             for key, compute in self._compute.items():

@@ -18,9 +18,9 @@ class LigerEmbedding(nn.Embedding, Layer):
 
     Args:
         num_embeddings, embedding_dim: V and C.
-        padding_idx: token id whose row is 0 in a new model and gets no gradient from the lookup; −1 stands for the last
-            row. A head that is tied to the embedding still trains this row. If ``padding_idx`` is None or outside the
-            vocabulary, no row is treated in this way.
+        padding_idx: token id whose row of the weight is 0 in a new model, and gets no gradient from the lookup. (With a
+            tied head, the row still gets a gradient from the head.) A negative value counts from the end of the
+            vocabulary. None, or a value outside of the vocabulary, stands for no such token.
         scale: multiplier of the embeddings (Gemma). The multiplier is first rounded to the dtype of the weight. None
             for 1.
 
@@ -30,7 +30,7 @@ class LigerEmbedding(nn.Embedding, Layer):
     """
 
     is_lookup: ClassVar[bool] = True
-    """Whether the embedding of a token is the token's row of the weight, multiplied by ``scale``."""
+    """Whether the result for a token is simply the token's row of the weight, multiplied by ``scale``."""
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, *, padding_idx: int | None = None, scale: float | None = None

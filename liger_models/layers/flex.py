@@ -59,7 +59,7 @@ def _score(softcap: float) -> Callable[..., Tensor]:
 
 
 _cached_score = functools.cache(_score)
-"""A cached `_score`: equal softcaps give the same function, so that all layers share one compiled kernel.
+"""Like `_score`, but returns the same function object for equal softcaps, so that all layers share one compiled kernel.
 """
 
 
@@ -94,6 +94,6 @@ def flex_by_blocks(
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, specialize_float=True):
             out = _compiled_flex_attention()(q, k, v, None if softcap is None else _cached_score(softcap), **options)
     y: Tensor = out if sinks is None else out[0]
-    if sinks is not None:  # multiply by the keys' share of the softmax, see `kernels.sink_attention`
+    if sinks is not None:  # multiply by the keys' share of the softmax; see `kernels.attention.sink_attention`
         y = (y * (out[1].lse - sinks[:, None].float()).sigmoid()[..., None]).to(q.dtype)
     return y[..., :V]

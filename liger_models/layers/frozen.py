@@ -1,12 +1,12 @@
 """The parameters of a layer whose weight is frozen and quantized, in any format of ``kernels/frozen/weight.py``.
 
 The layer's parameter holds the codes, and the submodule ``stored`` holds the other tensors of the format, as bytes.
-FSDP shards, gathers and offloads all of these tensors like other parameters, but without casts. In two of the formats,
-these tensors are::
+FSDP shards, gathers and offloads all of these tensors like other parameters, but without casts. For the formats NF4 and
+float8, these tensors are::
 
     layer.weight             codes     NF4 [blocks, bytes of a block]    float8 [O, C]
     layer.stored.scales                NF4 [blocks, 1]                   float8 [O, bytes of the scales of a row]
-    layer.stored.factors               NF4: factors, mean and table, [numbers, bytes of one]
+    layer.stored.factors               NF4: factors, mean and table, [elements, bytes per element]
 
 The matrices of routed experts are stored in the same way, with the experts in the first dimension. ``stored`` then
 holds the tensors for ``gate_up_weight`` and for ``down_weight``, under these names::
@@ -19,8 +19,8 @@ If `apply_fsdp` can't give at least one expert to every rank, the codes are shar
 
 `apply_fsdp` shards each tensor along its first dimension, and gathers all tensors before the weight is used, so the
 weight does not depend on the number of ranks. After `apply_tp`, each rank uses its own slice without gathering.
-After `apply_ep`, each rank uses its own experts. A slice consists of whole blocks, so its values are the same as in
-the whole weight.
+After `apply_ep`, each rank uses its own experts. A slice never divides a block of elements that share a scale, so its
+values are the same as in the whole weight.
 
 When a checkpoint is loaded, each rank reads and quantizes only its part. In NF4, the scales of the whole weight are
 quantized together. To do so, the ranks exchange the largest absolute value of each block of 64 elements.
@@ -38,7 +38,7 @@ from liger_models.layers.linear import is_sharded, local, sharded_as
 
 
 class FrozenParameters(nn.Module):
-    """The format and shape of a frozen weight, and parameters with the bytes of the weight's tensors except the codes.
+    """The format and shape of a frozen weight, and parameters that hold the bytes of all its tensors except the codes.
 
     `freeze` adds an instance of this class to a layer. In all methods, the argument ``codes`` is the layer's parameter
     that holds the codes.
@@ -114,7 +114,7 @@ class FrozenParameters(nn.Module):
         return self._weight_of(tensors, self.shape)
 
     def tensors(self, codes: Tensor) -> dict[str, Tensor]:
-        """Return the parameters of the weight by name, in the order of the format."""
+        """Return the parameters of the weight, including ``codes``, by the names that the format gives its tensors."""
         parameters: Any = {"codes": codes, **self._parameters}
         return {name: parameters[name] for name in self._views}
 
@@ -137,10 +137,10 @@ class FrozenParameters(nn.Module):
             ranks: number of slices.
 
         Returns:
-            A dict from the path of each parameter that must be sharded to the parameter's sharded dimension.
+            A dict from the path of each parameter that must be sharded to the dimension along which it is sharded.
 
         Raises:
-            ValueError: a slice would end inside a block that shares a scale.
+            ValueError: a slice would end inside a block of elements that share a scale.
         """
         path, _, attribute = name.rpartition(".")
         # The elements of a block share a scale, so a slice must not end inside a block.
@@ -254,7 +254,8 @@ class FrozenParameters(nn.Module):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Quantize the tensors that all ranks quantize together, if the format has such tensors."""
+        """Compute the tensors for which `quantize` needs statistics of all ranks, such as the scales of NF4. Do nothing
+        for formats without such tensors."""
         if self._statistics is None:
             return
         statistics, self._statistics = self._statistics, None
@@ -305,7 +306,7 @@ def frozen_parts(layer: nn.Module) -> dict[str, FrozenParameters]:
 
 
 def frozen_weights(model: nn.Module) -> dict[str, FrozenParameters]:
-    """Return the frozen weights of a model as a dict, whose keys are the names of the parameters that hold the
+    """Return the frozen weights of a model as a dict, whose keys are the full names of the parameters that hold the
     codes."""
     return {
         f"{path}.{name}": frozen

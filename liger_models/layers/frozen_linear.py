@@ -20,11 +20,11 @@ class FrozenLinear(nn.Linear, Layer):
     """
 
     is_low_rank = True
-    """Whether fused ops can compute the layer: they take the weight as a `FrozenWeight`. See `is_fusible`."""
+    """Tells `is_fusible` that fused ops can compute the layer. The ops take the weight as a `FrozenWeight`."""
     stored: FrozenParameters
     parallel_kinds: ClassVar[dict[type, type[PartialLinear]]] = {}
-    """Maps each class of parallel layers to its version for a frozen weight. `PartialLinear.of` converts a
-    `FrozenLinear` to this version."""
+    """Maps each class of parallel linear layers to the derived class for a frozen weight. `PartialLinear.of` converts a
+    `FrozenLinear` to this derived class."""
 
     def __init__(self, linear: nn.Linear, weight: FrozenWeight) -> None:
         nn.Module.__init__(self)
@@ -34,7 +34,7 @@ class FrozenLinear(nn.Linear, Layer):
 
     @property
     def frozen_weight(self) -> FrozenWeight:
-        """The weight in the form that ops take."""
+        """The weight as a `FrozenWeight`, the form in which ops take it."""
         return self.stored.join(self.weight)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from liger_models.layers.linear_attention import LinearAttention
 
 MOST_UNITS = 64
-"""Maximum number of units that the channels are divided into. The layer can be sharded over at most this many ranks,
-because each rank needs whole units. The channels of a unit are adjacent in memory."""
+"""Maximum number of units into which the channels are divided. A unit consists of adjacent channels. The layer can be
+sharded over at most this many ranks, because each rank needs whole units."""
 
 
 class LigerGatedConv(LinearAttention):
@@ -18,7 +18,7 @@ class LigerGatedConv(LinearAttention):
 
     The channels are divided into units. The rows of ``in_proj`` are grouped by unit: each group has the rows for the
     unit's channels of B, then of C, then of x. The convolution has no activation, and the rows of its weight are in the
-    order of the channels. The state of a layer consists of the last inputs of the convolution.
+    order of the channels. The state of a layer consists of the last K − 1 inputs of the convolution.
 
     Args:
         hidden_size: width of the input, which is also the number of channels.
@@ -49,12 +49,12 @@ class LigerGatedConv(LinearAttention):
 
     @staticmethod
     def units_of(hidden_size: int) -> int:
-        """Return the number of units."""
+        """Return the number of units into which the channels are divided."""
         return math.gcd(hidden_size, MOST_UNITS)
 
     @property
     def token_flops(self) -> int:  # type: ignore[override]
-        """Operations per token in the convolution and in both gates."""
+        """Floating-point operations per token in the convolution and in both gates."""
         return (2 * self.conv_size + 2) * self.units * self.width
 
     def draw(self, std: float) -> bool:

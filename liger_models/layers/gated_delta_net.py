@@ -85,7 +85,8 @@ class LigerGatedDeltaNet(LinearAttention):
 
     @property
     def token_flops(self) -> int:  # type: ignore[override]
-        """Operations per token: three products of a vector and the state (read, update, query) per value head."""
+        """Floating-point operations per token: for each value head, three products of a vector and the state (read,
+        update, query)."""
         return 6 * self.state_elements
 
     def shard(self, group: Group) -> dict[str, int]:
@@ -98,7 +99,8 @@ class LigerGatedDeltaNet(LinearAttention):
         return {"dt_bias": 0, "A_log": 0}
 
     def draw(self, std: float) -> bool:
-        """Initialize the convolution from a normal distribution with ``std``, and the decays as in the paper."""
+        """Initialize the convolution from a normal distribution with ``std``, ``dt_bias`` with ones, and ``A_log`` with
+        the logarithms of uniformly distributed numbers."""
         nn.init.normal_(self.conv_weight, std=std)
         nn.init.ones_(self.dt_bias)
         nn.init.uniform_(self.A_log, 0.01, 16)  # the lower bound is not 0, because log(0) is infinite

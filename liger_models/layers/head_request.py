@@ -14,7 +14,7 @@ from liger_models.layers.lm_head import LabeledRows, LossFunction
 
 
 class HeadRequest(NamedTuple):
-    """The arguments of `Decoder.forward` that determine what the head returns, under the same names."""
+    """The arguments of `Decoder.forward` that describe the requested results. Each field is named like its argument."""
 
     labels: Tensor | None = None
     num_items_in_batch: Tensor | float | None = None
@@ -84,7 +84,11 @@ class LossTargets(NamedTuple):
 
     @classmethod
     def of(cls, request: HeadRequest, layout: BatchLayout, groups: ParallelGroups, embeds: Tensor) -> "LossTargets":
-        """Compute the targets for a request with labels. Call this before the blocks run; see `LabeledRows`."""
+        """Compute the targets for a request with labels.
+
+        Call this method before the blocks run, so that the host does not wait for the number of rows; see
+        `LabeledRows`.
+        """
         assert request.labels is not None
         shifted = layout.shift(request.labels)
         check_num_items(request.num_items_in_batch, shifted)

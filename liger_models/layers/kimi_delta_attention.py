@@ -17,7 +17,9 @@ from liger_models.layers.norm import call_linear, is_plain
 
 
 class ForgetGate(Layer):
-    """``-exp(A_log) · softplus(x + dt_bias)``, whose parameters stay in fp32 even in half-precision models.
+    """Computes the logarithms of the decays, ``-exp(A_log) · softplus(x + dt_bias)``.
+
+    The parameters ``A_log`` and ``dt_bias`` stay in fp32 even in half-precision models.
 
     Args:
         num_heads: H.
@@ -74,7 +76,8 @@ class LigerKimiDeltaAttention(LinearAttention):
     second latent with D elements. The heads, and the channels of both latents, are divided into U units. For each unit,
     ``in_proj`` has the rows of the unit's queries, keys, values, channels of the two latents (decays, then gates), and
     update rates β (one row per head). The rows of ``conv_weight`` are also grouped by unit, but cover only queries,
-    keys and values. Each of R ranks has 1 / R of the units, and the ranks gather all channels of the latents.
+    keys and values. Each of R ranks has 1 / R of the units. Because each head needs all channels of the latents, the
+    ranks gather the channels.
 
     Args:
         hidden_size: C.
@@ -137,7 +140,8 @@ class LigerKimiDeltaAttention(LinearAttention):
 
     @property
     def token_flops(self) -> int:  # type: ignore[override]
-        """Operations per token: three products of a vector and the state (read, update, query) per head."""
+        """Floating-point operations per token: for each head, three products of a vector and the state (read, update,
+        query)."""
         return 6 * self.state_elements
 
     def shard(self, group: Group) -> dict[str, int]:
@@ -194,7 +198,7 @@ class LigerKimiDeltaAttention(LinearAttention):
         context, ranks = self.groups.context, self.tensor_ranks
         if context is not None:  # a rank needs all channels of the latent for its heads
             latent = gather_channels(latent, context)
-        if ranks is not None:  # the layer sums the gradient of its input over the ranks
+        if ranks is not None:  # `linear` sums the gradient of its input over the ranks
             latent = gather_vocab(latent, ranks, latent.shape[-1] * ranks.size)
         if context is None:
             return call_linear(linear, latent)

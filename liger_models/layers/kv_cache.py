@@ -36,7 +36,7 @@ class DecodeCache:
     """
 
     pages: Pages | None = None
-    """The location of each row's tokens in a step in which `extend` returns pages; otherwise None. See `PagedCache`."""
+    """The pages of each row in a decoding step on a `PagedCache`, in which `extend` returns pages; otherwise None."""
     bounds: Tensor | None = None
     """`BatchLayout.bounds` of the running forward. None if recurrent layers treat each row as one document. See
     `PagedCache.documents`."""
@@ -99,7 +99,7 @@ class DecodeCache:
         return self._states[layer] if self.length else None
 
     def replace_states(self, layer: int, *states: Tensor) -> None:
-        """Replace a layer's states by the given states, which are the states after the new tokens."""
+        """Store a layer's states after the new tokens. They replace the earlier states when `advance` is called."""
         self._new_states[layer] = states
 
     def advance(self, tokens: int) -> None:

@@ -1,10 +1,10 @@
 """Attention whose keys and values are computed from latents (multi-head latent attention, MLA).
 
 A token x has a latent c with L elements and a key part r with R elements. All H heads share the latent and the key
-part. Each head has queries and keys with N + R columns and values with V columns::
+part. In each head, queries and keys have N + R elements, and values have V elements::
 
-    [a, l, r'] = W_a x                         Q, L and R numbers; without low-rank queries, a is x itself
-    q = W_q norm(a)                            the last R columns of each head of q are then rotated
+    [a, l, r'] = W_a x                         Q, L and R elements; without low-rank queries, q = W_q x
+    q = W_q norm(a)                            the last R elements of each head's query are then rotated
     c = norm(l),   r = rotate(r')
     k_h = [W_k,h c, r],   v_h = W_v,h c
     o_h = Σ_j softmax_j(scale · q_h · k_j,h) · v_j,h
@@ -16,7 +16,7 @@ the weighted sums of latents by W_v::
     q_h · k_j,h = [W_k,hᵀ q_h[:N], q_h[N:]] · [c_j, r_j]
     o_h = W_v,h Σ_j softmax_j(...) · c_j
 
-This is attention with one KV head, whose keys are the rows and whose values are the first L columns of the rows.
+This is attention with one KV head, whose keys are the rows and whose values are the first L elements of the rows.
 
 Source: https://arxiv.org/abs/2405.04434.
 """
@@ -79,7 +79,7 @@ class LigerLatentAttention(BaseAttention):
     Args:
         hidden_size: C.
         num_heads: H.
-        nope_dim, rope_dim: N and R, the numbers of columns without rotation (N) and with rotation (R) in a head's
+        nope_dim, rope_dim: N and R, the numbers of dimensions without rotation (N) and with rotation (R) in a head's
             queries and keys.
         value_dim: V.
         kv_rank: L, the width of the latent of keys and values.
@@ -91,7 +91,7 @@ class LigerLatentAttention(BaseAttention):
         scale: multiplier of q·k; None for (N + R)^-0.5.
         dropout: probability of dropping an attention weight in training.
         rotary: name of the rotary embedding, whose width is R; None for no rotation.
-        interleaved: whether to rotate pairs (2i, 2i + 1) instead of (i, i + R/2).
+        interleaved: whether to rotate the pairs of dimensions (2i, 2i + 1) instead of (i, i + R/2).
         rope_kernel: False rotates in plain PyTorch, without a kernel.
     """
 
@@ -196,8 +196,8 @@ class LigerLatentAttention(BaseAttention):
         return Latents(*latents.split([self.q_rank, self.kv_rank, self.rope_dim], -1))
 
     def _to_heads(self, projected: Latents, context: Group) -> tuple[Tensor, Tensor, Tensor]:
-        """For all tokens, return the queries and the projected latents of this rank's heads, and the part of the keys
-        that all heads share.
+        """For all tokens, return the queries and the output of ``kv_b_proj`` for this rank's heads, and the part of the
+        keys that all heads share.
 
         The ranks exchange latents, which are smaller than keys and values, and each rank projects them to its heads.
         """
@@ -375,7 +375,7 @@ class LigerLatentAttention(BaseAttention):
 
     @property
     def attention(self) -> AttentionSpec:
-        """The masks, rotary tables and cache that this layer needs, and its floating-point operations in training."""
+        """The masks, rotary tables and cache that the layer needs, and its operations per query and key in training."""
         columns = self.nope_dim + self.rope_dim + self.value_dim
         return AttentionSpec(
             self.layer, self.rotary, self.window, self.softcap is not None, 2 * self.num_heads * columns,

@@ -24,8 +24,8 @@ class AttentionSpec(NamedTuple):
         window: number of tokens that a token attends to, including itself; None for all.
         needs_mask: whether the kernel needs a mask even for plain causal attention, as attention with a softcap does.
         pair_flops: number of floating-point operations in the forward for each pair of a query and a visible key.
-        needs_flash: like ``needs_mask``, but only on accelerators and only for dtypes other than half precision, as
-            attention with sinks does.
+        needs_flash: whether the kernel needs a mask on accelerators if the dtype is not half precision, as attention
+            with sinks does. On the CPU and in half precision, the kernel needs no mask for plain causal attention.
         takes_pages: whether the layer can read keys and values from pages of a `PagedCache` in a decoding step.
         caches_latents: whether the decode cache holds one vector per token, from which keys and values are computed.
         chunk: number of tokens per chunk, if tokens attend only to their own chunk of a document; otherwise None.
@@ -101,14 +101,14 @@ class Layer(nn.Module):
     groups: ParallelGroups = ParallelGroups()
     """The process groups that the layer is distributed over."""
     wide: tuple[str, ...] = ()
-    """Names of the layer's own parameters that stay in fp32 even if the model is in half precision. A layer with such
-    parameters has no other parameters, and reads its parameters only in its forward, because FSDP2 gathers them as a
-    separate group.
+    """Names of the layer's own parameters that stay in fp32 even if the model is in half precision. FSDP2 gathers these
+    parameters as a separate group. A layer with such parameters therefore has no other parameters, and reads its
+    parameters only in its forward.
     """
 
     overrides_forward: bool = False
     """Whether the class overrides ``forward`` but not ``_add_norm``. If so, the inherited ``_add_norm`` must not be
-    used, because it does not call ``forward``. Deriving a class sets this attribute.
+    used, because it does not call ``forward``. `__init_subclass__` sets this attribute in every derived class.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -190,7 +190,7 @@ class Layer(nn.Module):
         """
 
     def sum_gradients(self, group: Group) -> bool:
-        """Sum the gradients of replicated parameters over ranks that have different tokens (sequence parallelism).
+        """Make the backward sum the gradients of replicated parameters over the ranks (sequence parallelism).
 
         Args:
             group: the process group whose ranks have different tokens.

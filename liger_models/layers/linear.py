@@ -103,7 +103,7 @@ class PartialLinear(nn.Linear, Layer):
             group: the process group of the collectives; None for no communication.
 
         Raises:
-            ValueError: ``linear`` is any other module that wraps or replaces a linear layer, or it has hooks.
+            ValueError: ``linear`` is any other module, or has hooks.
         """
         # A layer with adapters or a frozen weight is converted to a parallel class that keeps them. The layer's
         # `parallel_kinds` lists this class.
@@ -175,6 +175,7 @@ def ranks_of(linear: nn.Linear) -> Group | None:
 def row_parallel(linear: nn.Linear) -> RowParallelLinear | None:
     """Return the layer itself if its input features are sharded over ranks; otherwise return None.
 
-    If a caller computes the product of the returned layer in a fused op, the caller must then call the layer's ``sum``.
+    A fused op that reads the weight of such a layer computes only this rank's partial product. The caller of the op
+    must pass the partial product to `RowParallelLinear.sum`.
     """
     return linear if isinstance(linear, RowParallelLinear) else None

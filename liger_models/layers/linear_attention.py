@@ -1,4 +1,4 @@
-"""The base class of layers that mix tokens by a short convolution and by a recurrence over a state."""
+"""The base class of layers that mix tokens by a short convolution and, except for `LigerGatedConv`, by a recurrence."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from liger_models.layers.recompute import draws, recomputes, run_twice
 
 
 class LigerGatedRMSNorm(Layer):
-    """``weight · x / sqrt(mean(x²) + eps) · silu(gate)`` over the last dimension.
+    """``weight · x / sqrt(mean(x²) + eps) · act(gate)`` over the last dimension.
 
     Args:
         width: D.
@@ -46,7 +46,7 @@ class LigerGatedRMSNorm(Layer):
         return True
 
     def sum_gradients(self, group: Group) -> bool:
-        """Do nothing and return True, because the gradient is already all-reduced over ``self.group``."""
+        """Make the backward sum the gradient of the weight over ``group``, and return True."""
         self.group = group
         return True
 
@@ -58,15 +58,15 @@ class LigerGatedRMSNorm(Layer):
 
 
 class LinearAttention(Layer):
-    """Base class of layers with one packed input projection, a short convolution and a recurrence over a state.
+    """Base class of layers with one packed input projection, a short convolution and, usually, a recurrence.
 
     The rows of ``in_proj`` and of the convolution are grouped into ``units``. A unit consists of the rows of a few
-    heads. Under tensor and context parallelism, all ranks have the same number of units. A derived class implements
-    `mix`, sets ``out_proj``, and lists its own sharded parameters in `own_shards`.
+    heads or channels. Tensor and context parallelism give each rank the same number of units. A derived class
+    implements `mix`, sets ``out_proj``, and lists its own sharded parameters in `own_shards`.
 
     Args:
         hidden_size: C.
-        units: U.
+        units: U, the number of units.
         unit_rows: number of rows of ``in_proj`` per unit.
         unit_channels: number of channels of the convolution per unit.
         conv_size: K, the number of tokens that the convolution covers.
@@ -129,7 +129,7 @@ class LinearAttention(Layer):
             projected: [B, T, rows], the outputs for this rank's units, 0 for padding.
             states: the states before the first token; None for states of zeros.
             padding: [B, T, 1] bool, whether each token is padding; None if there is no padding.
-            options: arguments of `run`.
+            options: keyword arguments that `mix` passes on to `run`.
 
         Returns:
             The input of ``out_proj``, [B, T, ...], whose last dimensions the caller flattens, and a tuple of the states
@@ -142,7 +142,7 @@ class LinearAttention(Layer):
         return {}
 
     def set_policy(self, policy: str) -> None:
-        """Recompute the layer in the backward if the policy is "full"."""
+        """Make the backward recompute the layer if the checkpointing policy is "full"."""
         self.recompute = policy == "full"
 
     def recomputed_share(self, policy: str) -> float:
@@ -238,8 +238,8 @@ class LinearAttention(Layer):
         return out.reshape(B, T, math.prod(out.shape[2:]))
 
     def _mix_drafts(self, projected: Tensor, cache: Any) -> Tensor:
-        """Apply `mix` to the tokens [rows · n, 1, ...] that `PagePool.speculate` has prepared, and keep the states
-        after each token."""
+        """Apply `mix` to the draft tokens of speculative decoding, [rows · n, 1, ...], where each row of the cache has
+        n consecutive tokens. Keep the states after each token; see `PagePool.speculate`."""
         tokens = projected.unflatten(0, (-1, cache.width)).squeeze(2)  # [rows, n, ...]
         states = cache.states(self.layer)
         options: dict[str, Any] = {"cu_seqlens": None, "kernel": self.kernel, "stateful": True}

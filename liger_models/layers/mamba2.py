@@ -230,7 +230,7 @@ class LigerMamba2(LinearAttention):
 
     @property
     def token_flops(self) -> int:  # type: ignore[override]
-        """Operations per token: two products of a vector and the state (update, query) per head."""
+        """Floating-point operations per token: two products of a vector and the state (update, query) per head."""
         return 4 * self.state_elements
 
     def can_shard(self, size: int) -> bool:

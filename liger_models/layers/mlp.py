@@ -89,12 +89,12 @@ class GatedMLP(Layer):
         self.multipliers = (1.0, 1.0)
         """The multiplier of the gate before its activation, and the multiplier of the result."""
         self.parts = intermediate_size
-        """The width that tensor parallelism divides among its ranks."""
+        """The width between the projections, which tensor parallelism divides among its ranks."""
         self.recompute = False
         """Whether the backward recomputes gate and up (checkpointing policies "selective" and "full")."""
 
     def set_policy(self, policy: str) -> None:
-        """Recompute a part of the MLP in the backward unless the policy is "none"; see ``recompute``."""
+        """Set ``recompute`` to False if the checkpointing policy is "none", and otherwise to True."""
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
@@ -149,7 +149,7 @@ class GatedMLP(Layer):
         return self._fused(fused, x, residual)
 
     def _must_be_called(self) -> bool:
-        """Whether the MLP has hooks, or a derived class replaces its forward."""
+        """Whether the MLP must be called as a module, because it has hooks or a derived class replaces its forward."""
         return is_hooked(self) or type(self).forward not in (GatedMLP.forward, TiledMLP.forward)
 
     def _fused(self, fused: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,7 +224,7 @@ class LigerXIELU(Layer):
         return True
 
     def sum_gradients(self, group: Group) -> bool:
-        """All-reduce the gradients of the parameters over ``group``, whose ranks have different inputs."""
+        """Make the backward all-reduce the gradients over ``group``, whose ranks have different inputs."""
         self.group = group
         return True
 
@@ -280,12 +280,12 @@ class LigerMLP(Layer):
         self.act, self.kernel = act, kernel
         self.xielu = LigerXIELU() if act == "xielu" else None
         self.parts = intermediate_size
-        """The width that tensor parallelism divides among its ranks."""
+        """The width between the projections, which tensor parallelism divides among its ranks."""
         self.recompute = False
         """Whether the backward also recomputes ``fc1`` (checkpointing policies "selective" and "full")."""
 
     def set_policy(self, policy: str) -> None:
-        """Recompute a part of the MLP in the backward unless the policy is "none"; see ``recompute``."""
+        """Set ``recompute`` to False if the checkpointing policy is "none", and otherwise to True."""
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
@@ -390,7 +390,7 @@ class TiledMLP(GatedMLP):
     """A gated MLP that saves only its input, and whose kernels process long inputs in chunks."""
 
     def set_policy(self, policy: str) -> None:
-        """Recompute gate and up in the backward under every policy."""
+        """Make the backward recompute gate and up under every checkpointing policy."""
         self.recompute = True
 
     def recomputed_share(self, policy: str) -> float:

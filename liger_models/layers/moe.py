@@ -246,7 +246,7 @@ class LigerMoE(Layer):
         return shape
 
     def set_policy(self, policy: str) -> None:
-        """Recompute gate and up in the backward unless the policy is "none"."""
+        """Make the backward recompute gate and up unless the checkpointing policy is "none"."""
         self.recompute = policy != "none"
 
     def recomputed_share(self, policy: str) -> float:
@@ -293,7 +293,7 @@ class LigerMoE(Layer):
         return {"gate_up_weight": 0, "down_weight": 0, **biased, **adapters}
 
     def sum_gradients(self, group: Group) -> bool:
-        """Do nothing and return True, because `forward` already sums the gradient of the replicated bias."""
+        """Do nothing and return True, because `forward` already sums the gradient of the replicated ``down_bias``."""
         return True
 
     def draw(self, std: float) -> bool:
@@ -383,8 +383,8 @@ class LigerMoE(Layer):
         if expert is not None:
             # FSDP averages gradients over ranks, but the gradients of the experts are sums over ranks, so they must be
             # divided by the number of ranks. To divide them, the gradient of the result is divided by the number of
-            # ranks, and the gradients of the rows and of the routing weights are multiplied by it. These tensors have
-            # fewer bytes than the experts' weights.
+            # ranks, and the gradients of the rows and of the routing weights are multiplied by the number of ranks.
+            # Dividing the gradients of the experts' weights themselves would take longer, because they have more bytes.
             rows, weights = (divide_gradient(x, 1 / expert.size) for x in (rows, weights))
 
         if self.weights_input:

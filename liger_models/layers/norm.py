@@ -91,7 +91,7 @@ class LigerRMSNorm(Layer):
         self.hidden_size, self.kernel = hidden_size, kernel
         self.group: Group | None = None
         """Process group over which the gradient of the weight is all-reduced, because the group's ranks have different
-        rows; None if the gradient is not all-reduced.
+        tokens; None if the gradient is not all-reduced.
         """
         self.reset_parameters()
 
@@ -107,7 +107,7 @@ class LigerRMSNorm(Layer):
         return True
 
     def sum_gradients(self, group: Group) -> bool:
-        """All-reduce the gradients of the parameters over ``group``, whose ranks have different tokens.
+        """Make the backward all-reduce the gradients of the parameters over ``group``, whose ranks have other tokens.
 
         Returns:
             False if a derived class has further parameters, because this method does not all-reduce their gradients;
@@ -147,7 +147,7 @@ class LigerRMSNorm(Layer):
         return function(x, residual, self.local_weight(residual), self.eps, self.offset, self.scale_in_fp32)
 
     def as_fused(self) -> FusedNorm | None:
-        """Return the norm in the form that fused ops take, or None if the norm must be called as a module."""
+        """Return the norm as a `FusedNorm`, which fused ops take, or None if the norm must be called as a module."""
         if self.weight is None or not (self.kernel and is_plain(self)):
             return None
         return FusedNorm(self.local_weight(self.weight), None, "rms_norm", self.eps, self.offset, self.scale_in_fp32)
@@ -221,7 +221,7 @@ class LigerLayerNorm(Layer):
         return True
 
     def sum_gradients(self, group: Group) -> bool:
-        """All-reduce the gradients of the parameters over ``group``, whose ranks have different tokens.
+        """Make the backward all-reduce the gradients of the parameters over ``group``, whose ranks have other tokens.
 
         Returns:
             False if a derived class has further parameters, because this method does not all-reduce their gradients;
@@ -249,7 +249,7 @@ class LigerLayerNorm(Layer):
         return function(x, residual, *self._own(), self.eps)
 
     def as_fused(self) -> FusedNorm | None:
-        """Return the norm in the form that fused ops take, or None if the norm must be called as a module."""
+        """Return the norm as a `FusedNorm`, which fused ops take, or None if the norm must be called as a module."""
         return FusedNorm(*self._own(), "layer_norm", self.eps) if self.kernel and is_plain(self) else None
 
     def _own(self) -> tuple[Tensor, Tensor | None]:
@@ -323,15 +323,16 @@ def call_linear(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def is_fusible(*linears: nn.Module) -> bool:
-    """Whether each layer is plain, or has adapters that a fused op can apply (`LoRALinear.low_rank`)."""
+    """Whether a fused op can compute each layer: the layer is plain, or ``is_low_rank`` says that its frozen weight or
+    its adapters are supported."""
     return all(is_plain(x) or (_attribute(x, "is_low_rank") and not is_hooked(x)) for x in linears)
 
 
 def _attribute(linear: nn.Module, name: str) -> Any:
     """Return an attribute of a layer, or None if the layer lacks the attribute.
 
-    Ordinary linear layers lack all of these attributes, so for them the result is None without a search. The search for
-    a missing attribute takes a microsecond.
+    Only layers with adapters, frozen weights or float8 weights have the attributes that this module reads. For ordinary
+    linear layers, the function therefore returns None without a search, which would take a microsecond.
     """
     return None if type(linear) in ORDINARY_LINEARS else getattr(linear, name, None)
 
@@ -387,7 +388,7 @@ def autocast_weights(x: Tensor, *weights: Tensor | None) -> list[Tensor | None]:
 def add_norm_linear(
     norm: nn.Module | None, linear: nn.Linear, x: Tensor | None, residual: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Add ``x`` to ``residual`` and compute ``linear(norm(residual))``.
+    """Compute ``linear(norm(residual + x))``, and also return the sum ``residual + x``.
 
     If the norm and the layer are fused, the normalized activations are not saved, and the backward recomputes them.
 

@@ -164,6 +164,7 @@ class Offload:
 
     Each storage is copied only once, even if several of its views are saved. Parameters and small tensors stay on the
     device.
+
     Copies run on separate streams. The memory of a tensor can be freed only after the compute stream has waited for the
     tensor's copy, because the allocator reuses memory in the order of the compute stream.
     """

@@ -2,8 +2,8 @@
 
 The patches of all images and videos of a batch are concatenated. For each image or video, ``grid_thw`` has three
 numbers, as in Hugging Face's processors: the number of frames, and the numbers of patch rows and patch columns in a
-frame. The patches that are merged into one token form a block. The patches of a block are adjacent, and are ordered by
-row.
+frame. The patches that are merged into one token form a block. The patches of a block are consecutive, and are ordered
+by row.
 """
 
 from typing import NamedTuple
@@ -161,7 +161,7 @@ def mrope_positions(
 
 
 def count_torn(here: Tensor, sizes: Tensor, parts: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """Count the image tokens that do not directly follow the previous token of their part, although they should.
+    """Count the image tokens, other than the first token of a part, that do not directly follow another image token.
 
     Args:
         here: [B, T] bool, whether each token belongs to one of the images (or videos).

@@ -94,8 +94,8 @@ class LigerQKNormAttention(LigerAttention):
         )  # fmt: skip
 
     def _reads_norms(self) -> bool:
-        """Whether both norms have no hooks, no other forward and the same constants. A fused op may then read their
-        weights instead of calling the modules."""
+        """Whether a fused op may read the weights of both norms instead of calling the modules. This is the case if
+        neither norm has hooks or a replaced forward, and if both norms have the same constants."""
         q, k, plain = self.q_norm, self.k_norm, LigerRMSNorm.forward
         if type(q).forward is not plain or type(k).forward is not plain or is_hooked(q) or is_hooked(k):
             return False

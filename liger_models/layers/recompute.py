@@ -106,8 +106,8 @@ def run_twice(function: Callable[..., Any], *args: Any, modules: tuple[Any, ...]
         if not parameter.is_inference()
     ]
 
-    # Before the backward begins, the context manager around the forward may have ended, and PEFT may have removed hooks
-    # that it sets for one call. The second call of the function restores both.
+    # Before the backward begins, the caller may have left the context manager `batch_invariant`, and PEFT may have
+    # removed hooks that it sets for one call. The second call of the function restores both.
     invariant = is_batch_invariant()
     hooked = [module for owner in owners for module in owner.modules() if module._forward_pre_hooks]
     hooks = [(module._forward_pre_hooks.copy(), module._forward_pre_hooks_with_kwargs.copy()) for module in hooked]

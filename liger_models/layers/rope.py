@@ -78,8 +78,8 @@ class LongRopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class NtkAlphaScaling:
-    """Multiplies the base by alpha^(width / (width − 2)) for ``width`` rotated dimensions, as in Hunyuan. Other fields
-    are ignored."""
+    """Multiplies the base by alpha^(width / (width − 2)) for ``width`` rotated dimensions, as in Hunyuan. All fields
+    except ``alpha`` are ignored."""
 
     alpha: float
     factor: float | None = None

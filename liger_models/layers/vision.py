@@ -20,7 +20,7 @@ class VisionBlock(nn.Module):
         norm: function without arguments that returns a norm.
         mlp: the MLP that follows the second norm.
         kernels: which parts run on fused kernels.
-        rotary: name of the rotary embedding; None for no rotation.
+        rotary: name of the rotary embedding, as in `BatchLayout.tables`; None for no rotation.
         bias: whether the projections of attention have biases.
         o_bias: whether the output projection has a bias; by default the same as ``bias``.
         interleaved: as in `LigerAttention`.
