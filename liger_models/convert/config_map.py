@@ -46,8 +46,8 @@ IGNORED_KEYS = frozenset(f"{_ORIGIN} {_IN_EVERY_CONFIG} {_GENERATION}".split())
 """Keys of config.json that do not describe the architecture.
 
 Some of these keys describe the origin of the file or how to run the model. Other keys are in every config that
-transformers writes, or are generation settings in old files. Two keys occur only in SmolLM's files, and transformers
-does not read them.
+transformers writes, or are generation settings in old files. The keys ``is_llama_config`` and ``rope_interleaved``
+occur only in SmolLM's files, and transformers does not read them.
 """
 
 MOST = {
@@ -56,14 +56,14 @@ MOST = {
 }
 """Limits for the numbers of layers and experts in a config.json.
 
-If a checkpoint has more tensors than a limit, the number of tensors is the limit. Without limits, a config.json of a
-few bytes could make this package build an arbitrary number of modules.
+For a checkpoint with more tensors than such a limit, the number of tensors is the limit instead. Without limits, a
+config.json of a few bytes could make this package build an arbitrary number of modules.
 """
 
 MOST_EXPERTS = 100_000
 """Limit for the number of layers times the number of experts.
 
-If a checkpoint has more tensors than this limit, the number of tensors is the limit.
+For a checkpoint with more tensors than this limit, the number of tensors is the limit instead.
 """
 
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings")
@@ -115,7 +115,7 @@ def is_causal(hf: Mapping[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def blaming(where: object) -> Iterator[None]:
-    """Context manager that converts errors that invalid content causes, such as a missing key, to a ValueError.
+    """Context manager that turns the errors that an invalid file causes (KeyError, for example) into a ValueError.
 
     Args:
         where: name of the file, for the error message.
@@ -288,7 +288,7 @@ def _read_rope(config_class: "type[DataclassInstance]", hf: Mapping[str, Any]) -
 def flat_rope(hf: Mapping[str, Any], theta: float) -> dict[str, Any]:
     """Convert a config.json in which ``rope_parameters`` has one object per layer type to the older format.
 
-    The rope parameters of full attention become ``rope_theta`` and ``rope_scaling``, and the base of sliding attention
+    The object for full attention, including its ``rope_theta``, becomes ``rope_scaling``. The base of sliding attention
     becomes ``rope_local_base_freq``. The key ``original_max_position_embeddings`` at the top level is dropped. If
     ``rope_parameters`` is a single object for all layers, transformers ignores this object. Such an object is therefore
     accepted only if its values are the defaults of full attention.
@@ -298,7 +298,8 @@ def flat_rope(hf: Mapping[str, Any], theta: float) -> dict[str, Any]:
         theta: rotary base for full attention if the file has no base.
 
     Raises:
-        ValueError: there are other layer types or values, or sliding attention has a rope parameter besides its base.
+        ValueError: ``rope_parameters`` has an unknown layer type, or is a single object without the default values; or
+            sliding attention has a rope parameter besides its base.
     """
     flat = {
         key: value for key, value in hf.items() if key not in ("rope_parameters", "original_max_position_embeddings")

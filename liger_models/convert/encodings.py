@@ -8,6 +8,8 @@ encoding reads rows of the weight, either dequantized or in the format of `Froze
 In memory, each row has its own scales. A byte holds the 4-bit codes of two neighboring columns. The code of the first
 column is in the lower half of the byte.
 
+In a file, a weight called NAME is stored in these tensors::
+
     quant_method         weights                                              class
     fp8                  NAME, NAME_scale_inv                                 Float8
     compressed-tensors   NAME, NAME_scale                                     Float8
@@ -77,6 +79,9 @@ def read_slice(files: Files, file: Path, name: str, first: int, last: int) -> Te
 class Encoding(ABC):
     """The tensors in which a checkpoint stores a quantized weight [O, C], or the weights [X, O, C] of experts.
 
+    In memory, the weight is a `FrozenWeight`. The methods convert between the tensors in the files and the tensors of
+    this `FrozenWeight`.
+
     Attributes:
         shape: shape of the dense weight.
         parts: the tensors in the files, by the part names that the subclass defines.
@@ -88,12 +93,12 @@ class Encoding(ABC):
     parts: Mapping[str, StoredTensor]
     extras: tuple[StoredTensor, ...] = ()
     format: ClassVar[str]
-    """Name of the format in which a `FrozenWeight` keeps the weight."""
+    """Name of the format of the `FrozenWeight`."""
 
     @property
     @abstractmethod
     def layout(self) -> list[int]:
-        """The ``layout`` of the `FrozenWeight` that keeps this weight in memory."""
+        """The integers that are needed to interpret the tensors of the `FrozenWeight`; see `Format.layout`."""
 
     @property
     @abstractmethod
@@ -102,7 +107,8 @@ class Encoding(ABC):
 
     @abstractmethod
     def read(self, files: Files, part: str, first: int, last: int) -> Tensor:
-        """Read rows (for experts: matrices) ``first`` to ``last - 1`` of one tensor of the `FrozenWeight`."""
+        """Return the rows (for experts: the matrices) ``first`` to ``last - 1`` of the tensor ``part`` of the
+        `FrozenWeight`."""
 
     @abstractmethod
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -243,7 +249,7 @@ class PackedNVFP4(Encoding):
     """Codes [O, C / 2] uint8, scales [O, C / 16] in e4m3, and one factor for the whole matrix.
 
     Attributes:
-        divides: whether the scales are divided by the factor, as in compressed-tensors, instead of being multiplied.
+        divides: whether the scales are divided by the factor, as in compressed-tensors, instead of multiplied by it.
     """
 
     divides: bool = False
@@ -609,7 +615,8 @@ def _state_of(tensor: StoredTensor, read: Read) -> dict[str, Any]:
 
 
 def _take_extras(stored: Stored) -> None:
-    """Move each tensor that describes activations, caches or shapes into the entry of its layer's weight."""
+    """Move each tensor that describes activations, caches or shapes into the entry of its layer's weight. If the weight
+    is not quantized, drop the tensor."""
     for name in [name for name in stored if name.endswith(EXTRAS)]:
         owner = name.rpartition(".")[0] + ".weight"
         extra = stored.pop(name)

@@ -132,7 +132,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Read the headers of the safetensors files in a folder, and return the tensors by name.
 
     If there is an index, ``model.safetensors`` is ignored with a warning, because it may be left over from an earlier
-    save. If none of the files in the index exists, the index itself is left over from an earlier save and is ignored.
+    save. However, if ``model.safetensors`` exists and none of the files in the index does, the index is ignored.
 
     All tensors of a quantized weight form one entry of the result; see `convert.encodings`.
 
@@ -236,7 +236,7 @@ def open_files() -> Iterator[Mapping[Path, Any]]:
 
 
 def read_rows(files: Mapping[Path, Any], tensor: StoredTensor, first: int, last: int) -> torch.Tensor:
-    """Read rows of a tensor. Quantized rows become bfloat16, or float16 if they were quantized from float16.
+    """Read rows of a tensor. Quantized rows are dequantized to bfloat16, or to float16 if the weight was in float16.
 
     Args:
         files: maps paths to open files.

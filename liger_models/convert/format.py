@@ -12,13 +12,13 @@ class MTPFormat:
     """Where a checkpoint stores the multi-token prediction block, which `liger_models.adapters.LigerMTP` trains.
 
     Attributes:
-        sizes: fields that are replaced in the model's config to describe a model with only this block, such as the
-            number of layers.
+        sizes: values for fields of the model's config, such as the number of layers, with which the config describes
+            a model that consists of only this block.
         prefix: prefix of all tensors.
         block: prefix of the tensors in the block's decoder layers. ``{}`` stands for the index of a decoder layer
             within the block.
-        names: maps ``fc``, ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden`` and ``norm`` to their names in the
-            checkpoint.
+        names: maps the modules ``fc``, ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden`` and ``norm`` of `LigerMTP` to
+            their names in the checkpoint.
         copies: maps the name of each remaining tensor, which is a copy of a parameter of the model, to the name of this
             parameter.
     """
@@ -38,9 +38,8 @@ DEEPSEEK_IGNORED_KEYS = (
 
 
 def deepseek_mtp(config: Any, **sizes: Any) -> MTPFormat:
-    """Return the format of DeepSeek V3 and related models.
-
-    Checkpoints of these models store the multi-token prediction block as an additional layer.
+    """Return the `MTPFormat` of DeepSeek V3 and of related models, whose checkpoints store the multi-token prediction
+    block as an additional layer.
 
     Args:
         config: config of the model.
@@ -89,8 +88,8 @@ class CheckpointFormat:
             PEFT therefore assumes the shape [X, out, in].
         mtp: function that takes a config and returns the `MTPFormat` of the multi-token prediction block; None for
             families without such a block.
-        module: name, or end of the name, of a module in the transformers model. In memory, the transformers model has
-            the first layout that contains the weight of this module.
+        module: name, or end of the name, of a module in the transformers model. Of the family's layouts, the first one
+            that contains this module's weight has the names of transformers' modules in memory.
     """
 
     model_type: str

@@ -154,7 +154,7 @@ def save_gguf(model: Decoder, file: str | os.PathLike[str], quantization: str, *
         with reporting(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         with reserved(path.parent / f".{path.name}.saving", path) as place, reporting(path):
-            # The package reads special tokens, the chat template and the model card from a folder.
+            # The package gguf reads special tokens, the chat template and the model card from a folder.
             folder = place / (name or path.stem)
             folder.mkdir()
             for asset, content in model.current_assets().items():
@@ -404,7 +404,7 @@ def pre_tokenizer(tokenizer: Any, content: dict[str, Any]) -> str:
 
 
 def _scores(bpe: dict[str, Any]) -> dict[str, float]:
-    """Return a score for each token of a SentencePiece BPE tokenizer.
+    """Return a score for each token of a SentencePiece BPE tokenizer, except for the unknown token and byte tokens.
 
     The tokenizer first merges the pair whose merged token has the highest score. The token of the first merge has the
     score 0, the token of the second merge has the score -1, and so on. Tokens that no merge produces have the lowest

@@ -33,8 +33,8 @@ _TRANSPORT_ERRORS: tuple[type[Exception], ...] = tuple(
 
 @contextlib.contextmanager
 def naming(repo_id: str) -> Iterator[None]:
-    """Context manager that adds the model's name to the client's errors. If a local folder has this name, a hint is
-    added, too.
+    """Context manager that adds the model's name to the errors of huggingface_hub. If a local folder has this name, a
+    hint is added, too.
 
     Raises:
         FileNotFoundError: ``repo_id`` is not a valid name, or it is the path of a local folder instead of a name on
@@ -79,7 +79,7 @@ def download(
     strict: bool = False,
     progress: bool = True,
 ) -> Path:
-    """Download a model from the hub into the client's cache: all files that are needed to load the model.
+    """Download the files that are needed to load a model from the hub into the cache of huggingface_hub.
 
     config.json is checked before the weights are downloaded, so an unsupported model fails early.
 
@@ -87,8 +87,8 @@ def download(
         repo_id: "owner/name".
         model_class: function that takes the content of config.json and returns the model class.
         revision: branch, tag or commit.
-        cache_dir: cache folder. Default: the client's.
-        token: access token. Default: the client's.
+        cache_dir: cache folder. Default: the cache folder of huggingface_hub.
+        token: access token. Default: the access token that huggingface_hub uses.
         local_files_only: whether to use only files in the cache, without network access.
         force_download: whether to download files even if they are in the cache.
         strict: whether unknown keys of config.json are an error instead of a warning.
@@ -99,11 +99,11 @@ def download(
 
     Raises:
         FileNotFoundError: ``repo_id`` is not a valid name, the repository has no config.json, or a file can neither be
-            downloaded nor found in the cache (raised by the client).
+            downloaded nor found in the cache (raised by huggingface_hub).
         ValueError: the model is not supported, or one of its files is invalid.
         ConnectionError: the connection failed, or the server did not respond in time.
         huggingface_hub.errors.HfHubHTTPError: the repository or revision does not exist, or access is denied (raised by
-            the client).
+            huggingface_hub).
     """
 
     def fetch(files: list[str], revision: str | None) -> Path:
@@ -162,7 +162,7 @@ def push(
         repo_id: "owner/name" of the repository, which is created if it does not exist.
         private: whether a newly created repository is private.
         commit_message: message of the commit.
-        token: access token. Default: the client's.
+        token: access token. Default: the access token that huggingface_hub uses.
         revision: the branch, which is created if it does not exist.
         dtype: dtype of the saved tensors; None for the dtype of each parameter.
         max_shard_size: maximum size of a file, in bytes or as "5GB".

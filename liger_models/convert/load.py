@@ -87,10 +87,11 @@ def load_pretrained(
         keep_quantized: whether weights of linear layers and routed experts stay quantized if they are quantized in
             the checkpoint. These weights are frozen, take 4 or 8 bits per element plus the scales, and are
             dequantized during matrix products.
-        head: whether the model has a language-model head. Embedding models need no head. With False, it is tied to
-            the embedding, whether or not the checkpoint has a head. The model is then saved without a head, and tensor
-            names lack the prefix ``model.``, as in Qwen3-Embedding. With None, the model has a head if the checkpoint
-            has one or if config.json ties the head to the embedding.
+        head: whether the model has a language-model head. Embedding models need no head. With False, a head in the
+            checkpoint is ignored, and the model has no parameters for a head. (Its head shares the weight of the
+            embedding.) The model is then saved without a head, and tensor names lack the prefix ``model.``, as in
+            Qwen3-Embedding. With None, the model has a head if the checkpoint has one or if config.json ties the head
+            to the embedding.
         hf_config: content of a config.json to use instead of the file in the folder.
 
     Returns:
@@ -458,8 +459,10 @@ def of_whole_model(stored: Mapping[str, StoredTensor], maps: Sequence[WeightMap]
 
 
 def _wider(dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of the parameters in `Layer.wide`: ``dtype``, which all other parameters have, but at least
-    fp32."""
+    """Return the dtype of the parameters in `Layer.wide`: fp32, or ``dtype`` if it is wider than fp32.
+
+    ``dtype`` is the dtype of all other parameters.
+    """
     return torch.promote_types(dtype or torch.float32, torch.float32)
 
 

@@ -79,8 +79,8 @@ def save_pretrained(
             writes all files, and other ranks need not call this function.
 
     Raises:
-        ValueError: parameters are on the meta device or not in the weight map; the model has adapters; ``dtype``
-            can't be loaded; or values differ from the values in the MXFP4 checkpoint.
+        ValueError: parameters are on the meta device or not in the weight map; the model has adapters; ``dtype`` is not
+            float64, float32, float16 or bfloat16; or values differ from the values in the MXFP4 checkpoint.
         OSError: the folder cannot be written.
     """
     dtype = None if dtype is None else as_dtype("save_pretrained: dtype", dtype)
@@ -215,7 +215,8 @@ class _Files(NamedTuple):
 
     def save_together(self) -> None:
         """Write sharded tensors. All ranks send their shards, and only ranks on the host of rank 0 write files."""
-        # Rank 0 sends the other ranks the folder to write to and the owners of the files.
+        # Rank 0 sends the other ranks the folder to write to, the file of each tensor, and the rank that writes each
+        # file.
         order: list[Any] = [None]
 
         def write_part(target: Path) -> None:

@@ -45,8 +45,8 @@ class Rows(NamedTuple):
 
     Attributes:
         runs: maps the name of a tensor to its contiguous runs of rows, in order. A run is (first row, last row + 1).
-        units: number of trailing dimensions that the expression does not change. A slice spans these dimensions, and
-            the expression moves each slice as a whole.
+        units: number of trailing dimensions that the parameter's expression in the weight map does not change. A slice
+            spans these dimensions, and the expression moves each slice as a whole.
         order: [n] int64, the index of each slice of the shard among the slices that are read; None if the slices are
             read in the order of the shard.
     """

@@ -218,9 +218,10 @@ class CheckpointTensors(NamedTuple):
     """The parameters of a model, and everything needed to compute a checkpoint's tensors from them.
 
     Attributes:
-        config: the config of the model. Its ``tie_word_embeddings`` says whether the weights are actually tied.
-        weights: the weight map of the layout that is written.
-        parameters: the parameters by the names that this package uses, in the order in which they are stored.
+        config: a copy of the model's config, in which ``tie_word_embeddings`` says whether the head and the embedding
+            are actually one tensor.
+        weights: the weight map, which determines the names and shapes of the checkpoint's tensors.
+        parameters: the parameters by their names in the model, in the order in which they are stored.
         adapted: maps the name of a parameter with adapters to the layer that has the adapters.
         merge: whether adapters are added to the weights.
         frozen: for each parameter that holds the codes of a quantized weight, maps the name of the parameter to the
@@ -533,7 +534,7 @@ class _Names:
 
 
 def _owners(weights: WeightMap) -> tuple[dict[str, str], Counter[str]]:
-    """Return a dict from checkpoint tensor names to our parameter names, and the number of tensors per parameter."""
+    """Return a dict that maps each checkpoint tensor to its parameter, and the number of tensors of each parameter."""
     owners = {name: ours for ours, expression in weights.entries.items() for name in expression.names()}
     return owners, Counter(owners.values())
 

@@ -5,6 +5,8 @@ expression names checkpoint tensors, packs them into our parameter, and unpacks 
 only move elements, so a round trip is bitwise identical in every dtype. An expression that is applied to meta tensors
 computes only shapes. Quantized tensors are decoded before an expression is applied; see `convert.encodings`.
 
+For example, this entry packs the gate and up projections of an MLP::
+
     "layers.{i}.mlp.gate_up_proj.weight": Rearrange(
         "f two ... -> (f two) ...",
         Stack(["model.layers.{i}.mlp.gate_proj.weight", "model.layers.{i}.mlp.up_proj.weight"], dim=1),
@@ -33,10 +35,10 @@ from liger_models.layers.config import DecoderConfig, LatentDecoderConfig
 
 
 class Expression(ABC):
-    """A function that computes one of our tensors from the checkpoint's tensors, and the inverse function."""
+    """A function that packs tensors of a checkpoint into one tensor of our model, and the inverse function."""
 
     by_rows = False
-    """Whether row ``i`` of our tensor consists of the elements in row ``i`` of each checkpoint tensor."""
+    """Whether row ``i`` of the packed tensor consists of the elements in row ``i`` of each checkpoint tensor."""
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -48,13 +50,13 @@ class Expression(ABC):
 
     @abstractmethod
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Compute our tensor from the checkpoint's tensors, which are passed by name."""
+        """Compute the packed tensor from the checkpoint's tensors, which are passed by name."""
 
     @abstractmethod
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
-        """Compute the checkpoint's tensors, by name, from our tensor.
+        """Compute the checkpoint's tensors, by name, from the packed tensor.
 
-        The results are views of our tensor if its strides allow views.
+        The results are views of the packed tensor if its strides allow views.
         """
 
 
@@ -84,8 +86,8 @@ class Rearrange(Expression):
     """A tensor whose elements are reordered by an einops pattern.
 
     Args:
-        pattern: the pattern from the checkpoint's layout to ours. The pattern must be invertible, so it must not drop
-            or repeat an axis.
+        pattern: the pattern from the checkpoint's layout to the layout of our model. The pattern must be invertible, so
+            it must not drop or repeat an axis.
         child: the expression to rearrange.
         sizes: lengths of axes. The length of an axis is required if einops can't infer it when packing or unpacking.
     """
@@ -165,13 +167,13 @@ class Stack(Expression):
 class Split(Expression):
     """A checkpoint tensor that concatenates several parts.
 
-    The expression ``parts`` combines these parts into our tensor.
+    The expression ``parts`` combines these parts into the packed tensor.
 
     Args:
         child: the checkpoint's tensor.
         dim: the dimension along which the parts are concatenated.
         sizes: maps the name of each part to its length, in order.
-        parts: our tensor, as an expression over the names of the parts.
+        parts: expression that computes the packed tensor from the parts, which it refers to by name.
     """
 
     def __init__(self, child: Expression | str, dim: int, sizes: Mapping[str, int], parts: Expression) -> None:
@@ -199,7 +201,7 @@ class Split(Expression):
 
 
 class Renamed(Expression):
-    """An expression whose tensors are renamed: ``names`` gives their names in the checkpoint.
+    """An expression whose tensors have other names in the checkpoint than in ``child``.
 
     Args:
         child: the expression.
@@ -249,8 +251,8 @@ class WeightMap:
     """An expression for every parameter of a model, and the checkpoint tensors that belong to no parameter.
 
     Args:
-        entries: maps our name for each parameter to an expression over the checkpoint's names, or to a single name. A
-            key that contains an index, such as ``{i}``, stands for one entry per value in its index set.
+        entries: maps the name of each parameter of our model to an expression over the checkpoint's names, or to a
+            single name. A key that contains an index, such as ``{i}``, stands for one entry per value of the index.
         over: maps the name of each index to its values.
         skip: names of checkpoint tensors that are ignored if they exist.
         kept: prefixes of the names of checkpoint tensors that belong to no parameter. If such tensors exist, the model
@@ -470,9 +472,6 @@ def mixtral_mlps(config: Any, name: str, *, fused: bool) -> dict[str, Expression
 MIXTRAL_LAYOUTS = (("mlp", True), ("mlp", False), ("block_sparse_moe", True))
 """Arguments ``name`` and ``fused`` of `mixtral_mlps` for the layouts that transformers 5 may write. The layouts are
 tried in order.
-
-The first layout differs from Mixtral's released layout in both arguments. Each of the other two layouts differs in only
-one argument.
 """
 
 
@@ -534,10 +533,11 @@ def decoder_map(
         norm_bias: whether all norms have biases.
         norms: names of a block's norms, which are the same in the model and in the checkpoint.
         plain_mlp: the names, in the checkpoint, of the two layers of a `LigerMLP`; None for a gated MLP.
-        instead: entries of a layer that differ from Llama's. Keys are our names within the layer. Values are
-            expressions over full names, such as ``model.layers.{i}. ...``, or None to remove an entry and its bias.
+        instead: entries of a layer that differ from Llama's. Keys are the names of our model's parameters, relative to
+            the layer. Values are expressions over full names in the checkpoint, such as ``model.layers.{i}. ...``, or
+            None to remove an entry and its bias.
         also: additional entries with full names.
-        over: the index sets that ``also`` uses, except the index set of ``i``.
+        over: the values of the indices in ``also``, except for the index ``i``.
         skip, kept, dropped: see `WeightMap`.
         prefix: prefix of all names in the checkpoint except the head's name.
         head: name of the head's weight in the checkpoint.
