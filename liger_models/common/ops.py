@@ -88,11 +88,10 @@ class Argument(NamedTuple):
 
     Attributes:
         schema: the arguments that represent the value, with ``{0}`` for the name of the field. Only the first argument
-            may lack a default value. If it lacks one, a value that needs no conversion is passed as the first argument,
-            and all other arguments keep their default values. If all arguments have default values, these default
-            values represent None. The op checks the first argument that has a default value: if this argument equals
-            its default value, the op assumes that the value was not converted. ``to_op`` must therefore return another
-            value for this argument.
+            may lack a default value. If it does, a value that needs no conversion is passed as the first argument, and
+            all other arguments keep their default values. If every argument has a default value, these default values
+            represent None. The op recognizes a converted value by the first argument that has a default value.
+            ``to_op`` must therefore never return the default value for this argument.
         to_op: function that maps the value, which is not None, to all of its arguments. It returns None if the value
             itself is the first argument.
         from_op: function that maps all arguments of the value back to the value.

@@ -10,10 +10,11 @@ from liger_models.adapters.unpacked import UnpackedModel, unpack_projections
 
 
 class Adaptable:
-    """Mixin for a model with a body ``model``. PEFT adapts the modules of the tree from `unpack_projections`.
+    """Mixin for a model whose attribute ``model`` is its body, the model without a head.
 
-    Before PEFT looks for modules, the model's projections are unpacked, and the submodules of the tree replace the
-    submodules of the model and of its body. After PEFT has removed its adapters, the projections are packed again.
+    PEFT adapts the modules of a second module tree, in which the packed projections are unpacked into one layer per
+    matrix; see `unpack_projections`. Before PEFT looks for modules, the submodules of this tree replace the submodules
+    of the model and of its body. After PEFT has removed its adapters, the projections are packed again.
     """
 
     model: Any
@@ -29,8 +30,8 @@ class Adaptable:
     def peft_config(self) -> Any:
         """Maps adapter names to PEFT configurations.
 
-        PEFT reads this property before it looks for modules to replace, so reading the property unpacks the
-        projections.
+        PEFT reads this property before it looks for modules to replace. The projections are therefore unpacked when
+        PEFT reads the property.
 
         Raises:
             AttributeError: the model has no adapters.
@@ -93,8 +94,8 @@ class Adaptable:
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load parameters by the names that `state_dict` uses. If the model has no adapters, this method calls
-        `Checkpoint.load_state_dict`."""
+        """Call `Checkpoint.load_state_dict`. While the projections are unpacked, load parameters only by the names that
+        `state_dict` uses."""
         if self.tree is not None:
             model: Any = self
             return nn.Module.load_state_dict(model, state_dict, strict, assign)

@@ -31,7 +31,7 @@ AUTO_CLASSES = (*(name for names in AUTO_CLASSES_OF.values() for name in names),
 
 
 def model_class(model_type: str) -> type[LigerForCausalLM]:
-    """Return the class of a model type.
+    """Return this package's class for a model type.
 
     The class has the same name as transformers' class, because Trainer and other tools read the name.
 
@@ -63,7 +63,7 @@ def _class_of(arch: type[CausalLM], model_type: str) -> type[LigerForCausalLM]:
 
 
 def classifier_class(model_type: str) -> type[LigerForSequenceClassification] | None:
-    """Return the class with a classification head for a model type.
+    """Return this package's class with a classification head for a model type.
 
     The result is None if transformers has no such class for the model type, or if the model type takes images.
     """
@@ -125,7 +125,7 @@ def _features_of(self: LigerForCausalLM, *inputs: Tensor, **named: Tensor) -> Ba
 
 
 def find_class(name: str) -> Any:
-    """Return the class called ``name``.
+    """Return the class of `liger_models.hf` that is called ``name``.
 
     Raises:
         AttributeError: no model type has such a class.
@@ -218,7 +218,7 @@ class _Registrations(dict[type[PreTrainedConfig], Any]):
 
     Args:
         auto_class: the auto class.
-        others: the registered classes that are not ours.
+        others: the classes that neither transformers nor this package has registered.
     """
 
     def __init__(self, auto_class: Any, others: dict[type[PreTrainedConfig], Any]) -> None:

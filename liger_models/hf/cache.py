@@ -44,7 +44,7 @@ class LigerCache(Cache):
 
     @property
     def decode(self) -> DecodeCache:
-        """The cache of the model's layers."""
+        """The `DecodeCache` that the model's layers read and extend."""
         if self._fill is not None:
             self._decode, self._fill = self._fill(), None
         return self._decode

@@ -69,7 +69,7 @@ class Mismatch(NamedTuple):
 
 
 class Loading:
-    """Mixin for loading a model, which is either a body or a body with a head."""
+    """Mixin with `from_pretrained`, for models with a head and for the body alone (a model without its head)."""
 
     config_class: Any
     config: Any
@@ -273,8 +273,8 @@ class Checkpoint(Loading):
 
         Args:
             save_directory: the folder, which is created if it does not exist.
-            is_main_process: whether this rank writes an unsharded model. By default, only rank 0 writes. A sharded
-                model is gathered from all ranks and written whatever the value is.
+            is_main_process: whether this rank writes an unsharded model. By default, only rank 0 writes. For a sharded
+                model, the value is ignored, and all ranks together save the model.
             state_dict: unsharded tensors to save instead of the parameters, by the names that ``state_dict()`` uses. If
                 the dict is empty, no tensors are written. Trainer passes an empty dict if DeepSpeed writes the tensors
                 in shards.
@@ -425,8 +425,8 @@ def _is_tied(arch: type[CausalLM], folder: Path) -> bool:
     """Return False only if the family has an untied head by default and config.json does not say whether the head is
     tied.
 
-    By default, transformers may tie the head although the published model has an untied head (Mistral Small 3). The
-    head of the published model would then be lost.
+    If config.json does not say whether the head is tied, transformers may tie it although the published model has an
+    untied head (Mistral Small 3). The head of the published model would then be lost.
     """
     hf = read_json_config(folder) if (folder / CONFIG).is_file() else {}
     if "tie_word_embeddings" in hf or hf.get("model_type") != format_of(arch).model_type:
@@ -492,7 +492,7 @@ def fill_decoder(decoder: CausalLM, stored: Mapping[str, StoredTensor], names: C
 def load_body(
     where: str, decoder: CausalLM, folder: Path, stored: Mapping[str, StoredTensor], *, draws: bool
 ) -> list[Mismatch]:
-    """Read a checkpoint into a decoder whose head has no weight, and return the tensors with mismatched shapes.
+    """Read a checkpoint into a decoder whose head has no weight of its own. Return the tensors with mismatched shapes.
 
     Args:
         where: name of the class, for errors.

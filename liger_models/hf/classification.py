@@ -36,13 +36,16 @@ SCORE = "score.weight"
 
 
 class LigerForSequenceClassification(Adaptable, Checkpoint, LigerPreTrainedModel):
-    """A body with a linear head that scores each text from its last token. Each model type has a derived class.
+    """A body (a model without its head) with a linear head that computes the scores of each text from its last token.
+
+    Each model type has a derived class.
 
     The language-model head of the decoder is not used. That head is tied to the embedding, so it adds no parameter.
 
     Args:
         config: configuration for the transformers class with the same name.
-        decoder: a model of this package with ``tie_word_embeddings``. By default, a new model with random weights.
+        decoder: a model of this package whose head is tied to the embedding. By default, a new model with random
+            weights.
     """
 
     accepts_loss_kwargs = True

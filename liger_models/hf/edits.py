@@ -23,7 +23,7 @@ from liger_models.hf.config import to_liger
 from liger_models.layers.layer import Layer
 
 INERT = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
-"""Fields that are read only when a model is built. Editing them does not affect an existing model."""
+"""Fields that no layer reads after the model has been built. Editing them does not affect an existing model."""
 
 
 class Edits:

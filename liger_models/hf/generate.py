@@ -71,7 +71,7 @@ UNREAD = {
     "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
     "token_type_ids", "tokenizer", "assistant_tokenizer",
 }  # fmt: skip
-"""Names of the arguments that a call may have if the engine runs. The call may also have the family's pixels."""
+"""Names of the arguments of ``generate`` for which the engine can run. It can also run with the family's pixels."""
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -336,8 +336,8 @@ def _steps_ahead(device: torch.device, logits_processor: Any, others: Any, strea
     """Return how many steps may run before the tokens of earlier steps have been read.
 
     If the user has passed a custom logits processor, no step may run ahead, because the processor would also be called
-    for steps after the end. With a streamer, at most one step may run ahead: the step that runs while the streamer
-    reads a token.
+    for steps after the last row has ended. With a streamer, at most one step may run ahead: the step that runs while
+    the streamer reads a token.
     """
     if device.type not in ACCELERATORS or not all(map(_is_from_transformers, logits_processor)):
         return 0

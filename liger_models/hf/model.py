@@ -125,7 +125,7 @@ class LigerPreTrainedModel(PreTrainedModel):
         return run_on_rank_zero(f"push_to_hub {repo_id}", partial(super().push_to_hub, repo_id, **options))
 
     def get_decoder(self) -> "LigerModel":
-        """Return the body."""
+        """Return the body, the model without its head."""
         body: LigerModel = self.base_model
         return body
 
@@ -652,8 +652,9 @@ class LigerForCausalLM(Adaptable, Checkpoint, LigerPreTrainedModel, EngineGenera
                 filled in place.
             inputs_embeds: [B, T, C], embeddings that replace ``input_ids``.
             labels: [B, T] int64, unshifted; −100 is ignored.
-            use_cache: whether to return a cache. By default, the configuration decides; in training and with labels,
-                the default is False.
+            use_cache: whether to create and return a cache if the caller passes none. By default, the configuration
+                decides, except in training, where the default is False. With labels or packed documents, no cache is
+                created.
             output_attentions: must be False.
             output_hidden_states: whether to return the hidden states before each block and after the last norm.
             output_router_logits: whether to return the router logits and to add their auxiliary loss. By default, the

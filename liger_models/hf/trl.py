@@ -29,7 +29,7 @@ logger = logging.get_logger(__name__)
 SFT_OUTPUTS = ("log_probs", "entropy", "is_top1")
 """The values that `SFTTrainer` requests. Trainers that request other values have other losses."""
 OUTPUTS = {*SFT_OUTPUTS, "mean_logits"}
-"""The values that the forward in this file can return."""
+"""The values that the forward from `fused_forward` can return."""
 
 
 class Head(NamedTuple):
