@@ -306,7 +306,7 @@ class LigerAttention(BaseAttention):
         return {"qkv_proj.weight": 0, "qkv_proj.bias": 0, "o_proj.weight": 1}
 
     def _share_heads(self, group: Group) -> None:
-        """Set the numbers of query heads and KV heads to the numbers on this rank."""
+        """Divide the numbers of query heads and KV heads by the number of ranks."""
         check_heads("LigerAttention", self.num_kv_heads, group)
         self.num_heads //= group.size
         self.num_kv_heads //= group.size

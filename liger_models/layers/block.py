@@ -18,8 +18,8 @@ from liger_models.layers.qk_norm_attention import LigerQKNormAttention
 class Block(nn.Module):
     """Base class of blocks, with methods that create the layers of a block. By default, the layers are those of Llama.
 
-    For a layer that differs from Llama's, a derived class overrides the method that creates the layer. To change only
-    the class of the attention, it sets ``attention_class``.
+    For a layer that differs from Llama's, a derived class overrides the method that creates the layer. If only the
+    class of the attention differs, the derived class sets ``attention_class``.
     """
 
     attention_class: ClassVar[Any] = LigerAttention

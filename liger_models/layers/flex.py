@@ -37,7 +37,7 @@ RECOMPILE_LIMIT = 256
 """Maximum number of graphs that PyTorch compiles for flex_attention.
 
 flex_attention is compiled once per dtype, head dimension and batch shape. Beyond PyTorch's default limit of 8 graphs,
-it would run unfused, with all scores in memory.
+flex_attention would run unfused, with all scores in memory.
 """
 
 

@@ -38,7 +38,8 @@ from liger_models.layers.linear import is_sharded, local, sharded_as
 
 
 class FrozenParameters(nn.Module):
-    """The format and shape of a frozen weight, and parameters that hold the bytes of all its tensors except the codes.
+    """The format and shape of a frozen weight, and parameters with the bytes of all its tensors (such as the scales)
+    except the quantized codes.
 
     `freeze` adds an instance of this class to a layer. In all methods, the argument ``codes`` is the layer's parameter
     that holds the codes.
@@ -96,8 +97,8 @@ class FrozenParameters(nn.Module):
         return torch.Size(sizes)
 
     def join(self, codes: Tensor) -> FrozenWeight:
-        """Return the frozen weight in the form that ops take. If FSDP has sharded the weight, it is gathered from all
-        ranks. After `apply_tp` or `apply_ep`, the result is this rank's part."""
+        """Return the weight as a `FrozenWeight`, which ops take. If FSDP has sharded the weight, it is gathered from
+        all ranks. After `apply_tp` or `apply_ep`, the result is this rank's part."""
         # The device mesh has more dimensions if FSDP has also sharded the parameters. Such parameters are gathered
         # in the forward.
         if self.sharded is None or not is_sharded(codes) or codes.device_mesh.ndim > 1:  # type: ignore[attr-defined]
@@ -105,12 +106,12 @@ class FrozenParameters(nn.Module):
         return self._weight_of({name: local(tensor) for name, tensor in self.tensors(codes).items()}, self.local_shape)
 
     def whole(self, codes: Tensor) -> FrozenWeight:
-        """Return the whole weight in the form that ops take, gathered from all ranks if the weight is sharded."""
+        """Return the whole weight as a `FrozenWeight`, gathered from all ranks if the weight is sharded."""
         return self.of_gathered({name: _whole(tensor) for name, tensor in self.tensors(codes).items()})
 
     def of_gathered(self, tensors: Mapping[str, Tensor]) -> FrozenWeight:
-        """Return the whole weight in the form that ops take. The argument ``tensors`` has the weight's unsharded
-        tensors, under the names that the method `tensors` gives them."""
+        """Return the whole weight as a `FrozenWeight`. The argument ``tensors`` has the weight's unsharded tensors,
+        under the names that the method `tensors` gives them."""
         return self._weight_of(tensors, self.shape)
 
     def tensors(self, codes: Tensor) -> dict[str, Tensor]:
@@ -206,8 +207,8 @@ class FrozenParameters(nn.Module):
             self._copy_own_part(parameters, weight, start)
 
     def _copy_own_part(self, parameters: dict[str, Any], weight: FrozenWeight, first: int = 0) -> None:
-        """Copy this rank's part of the weight into the parameters. The first row (or expert) of ``weight`` is the row
-        (or expert) ``first`` of the whole weight."""
+        """Copy this rank's part of the weight into the parameters. The argument ``weight`` may be a slice of the whole
+        weight, which begins at the row (or expert) ``first``."""
         tensors = self.format.pack(weight)
         if self.sharded is not None:
             # Rearrange the tensors in the same way as the parameters, so that this rank's slice is contiguous.

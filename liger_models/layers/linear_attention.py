@@ -138,7 +138,8 @@ class LinearAttention(Layer):
         raise NotImplementedError
 
     def own_shards(self) -> dict[str, int]:
-        """Return the entries that the derived class adds to the result of `shard`."""
+        """For each further parameter that the derived class shards, return the dimension along which it is sharded, in
+        a dict like the result of `shard`."""
         return {}
 
     def set_policy(self, policy: str) -> None:
@@ -238,8 +239,8 @@ class LinearAttention(Layer):
         return out.reshape(B, T, math.prod(out.shape[2:]))
 
     def _mix_drafts(self, projected: Tensor, cache: Any) -> Tensor:
-        """Apply `mix` to the draft tokens of speculative decoding, [rows · n, 1, ...], where each row of the cache has
-        n consecutive tokens. Keep the states after each token; see `PagePool.speculate`."""
+        """Apply `mix` to the draft tokens of speculative decoding, [rows · n, 1, ...], in which the n tokens of each
+        cached row are consecutive. Keep the states after each token; see `PagePool.speculate`."""
         tokens = projected.unflatten(0, (-1, cache.width)).squeeze(2)  # [rows, n, ...]
         states = cache.states(self.layer)
         options: dict[str, Any] = {"cu_seqlens": None, "kernel": self.kernel, "stateful": True}

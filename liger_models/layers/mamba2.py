@@ -68,7 +68,9 @@ class GroupedGatedNorm(Layer):
 
 
 class StateDecay(Layer):
-    """The recurrence parameters of H heads, which are in fp32 even if other weights are in half precision.
+    """Parameters of the recurrence in H heads: ``dt_bias``, ``A_log``, and the factors ``D`` of the skip connection.
+
+    The parameters are in fp32 even if other weights are in half precision.
 
     Args:
         num_heads: H.

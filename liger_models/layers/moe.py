@@ -235,8 +235,8 @@ class LigerMoE(Layer):
         return self.lora.merged(name, weight) if merge else dense(weight)
 
     def matrices(self, name: str) -> Weight:
-        """Return the experts' matrices that the parameter ``name`` holds, in the form that ops take. If the parameter
-        is sharded, return this rank's part."""
+        """Return the experts' matrices that the parameter ``name`` holds, as a dense tensor or a `FrozenWeight`. If the
+        parameter is sharded, return this rank's part."""
         frozen, parameter = frozen_parts(self).get(name), getattr(self, name)
         return local(parameter) if frozen is None else frozen.join(parameter)
 

@@ -107,7 +107,7 @@ class LigerRMSNorm(Layer):
         return True
 
     def sum_gradients(self, group: Group) -> bool:
-        """Make the backward all-reduce the gradients of the parameters over ``group``, whose ranks have other tokens.
+        """Make the backward all-reduce the parameters' gradients over ``group``, whose ranks have different tokens.
 
         Returns:
             False if a derived class has further parameters, because this method does not all-reduce their gradients;
@@ -221,7 +221,7 @@ class LigerLayerNorm(Layer):
         return True
 
     def sum_gradients(self, group: Group) -> bool:
-        """Make the backward all-reduce the gradients of the parameters over ``group``, whose ranks have other tokens.
+        """Make the backward all-reduce the parameters' gradients over ``group``, whose ranks have different tokens.
 
         Returns:
             False if a derived class has further parameters, because this method does not all-reduce their gradients;

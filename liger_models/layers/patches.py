@@ -67,7 +67,7 @@ def locate_patches(grid_thw: Tensor, count: int, merge: int) -> Patches:
 
 
 def order_by_window(patches: Patches, merge: int, side: int) -> tuple[Tensor, Tensor]:
-    """Sort merged tokens by window.
+    """Sort the image tokens by attention window. Each token is merged from a block of patches.
 
     Args:
         patches: the patches of a batch.

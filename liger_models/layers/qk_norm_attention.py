@@ -56,8 +56,8 @@ class LigerQKNormAttention(LigerAttention):
                 )
         self.whole_projection, self.clip = whole_projection, clip
         self.mean_group: Group | None = None
-        """The process group over which the norms average squares, because each rank has a part of the heads; None if
-        the norms use only this rank's heads."""
+        """The process group over which the norms average the squares of q and k, because each rank has a part of the
+        heads; None if the norms use only this rank's heads."""
 
     def shard(self, group: Group) -> dict[str, int]:
         """See `LigerAttention.shard`. If a norm covers all heads, its mean of squares covers the heads of all ranks."""
