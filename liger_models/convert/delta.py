@@ -143,13 +143,13 @@ def apply_delta(
     base: dict[str, int] = json.loads(delta.metadata["base"])
     changed = {_name(part) for part in delta.tensors}
 
-    # Tensors in memory.
+    # Apply the changes to tensors in memory.
     if isinstance(target, Mapping):
         tied = _check_target(base, target, target.__getitem__)
         _write(target, delta.tensors, tied)
         return [name for name in target if tied.get(name, name) in changed]
 
-    # Files in a folder, one at a time.
+    # Apply the changes to the files in a folder, one file at a time.
     folder = Path(target)
     stored = read_headers(folder)
     quantized = [name for name, tensor in stored.items() if tensor.encoding is not None]

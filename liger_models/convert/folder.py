@@ -99,7 +99,8 @@ def reporting(target: Path) -> Iterator[None]:
 
 
 def _must_stay(folder: Path) -> bool:
-    """Return whether a folder must not be exchanged: it can't be renamed, is in use, or has another owner or group."""
+    """Return whether a folder must not be exchanged with a new folder: it can't be renamed, is in use, or has another
+    owner or group."""
     if not folder.exists():
         return False
     status, parent = folder.stat(), folder.parent

@@ -71,8 +71,9 @@ class CheckpointFormat:
         model_type: ``model_type`` in config.json.
         aliases: other values of ``model_type`` in released files. These values are read, but not written.
         hf_class: name of the class in transformers, for ``architectures`` in config.json.
-        weight_map: function that takes a config and returns the `WeightMap` of the main layout. Checkpoints are written
-            in this layout. When a checkpoint is read, this layout is preferred.
+        weight_map: function that takes a config and returns the `WeightMap` of the main layout, that is, of the usual
+            names and shapes of the tensors. Checkpoints are written in this layout. When a checkpoint is read, this
+            layout is preferred.
         other_maps: function that takes a config and returns the `WeightMap` of each other layout. These layouts are
             read but never written.
         quantized_maps: maps each supported ``quant_method`` in config.json to a function that takes a config and
@@ -88,8 +89,8 @@ class CheckpointFormat:
             PEFT therefore assumes the shape [X, out, in].
         mtp: function that takes a config and returns the `MTPFormat` of the multi-token prediction block; None for
             families without such a block.
-        module: name, or end of the name, of a module in the transformers model. Of the family's layouts, the first one
-            that contains this module's weight has the names of transformers' modules in memory.
+        module: name, or end of the name, of a module in the transformers model. The first layout that contains this
+            module's weight is the layout with the names of transformers' modules in memory.
     """
 
     model_type: str
@@ -114,7 +115,7 @@ class CheckpointFormat:
         return [self.weight_map(config), *self.other_maps(config)]
 
     def file_maps(self, config: Any) -> list[WeightMap]:
-        """Return the maps of all layouts in files: `weight_maps`, then the maps of quantized checkpoints."""
+        """Return the weight maps of all layouts in files: first `weight_maps`, then those of quantized checkpoints."""
         return [*self.weight_maps(config), *(quantized(config) for quantized in self.quantized_maps.values())]
 
     def module_map(self, config: Any) -> WeightMap:
@@ -136,7 +137,7 @@ class CheckpointFormat:
 
 
 def _names(weights: WeightMap) -> list[str]:
-    """Return the names of all tensors of a layout."""
+    """Return the names of all checkpoint tensors in a weight map."""
     return [name for expression in weights.entries.values() for name in expression.names()]
 
 

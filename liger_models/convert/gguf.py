@@ -212,7 +212,7 @@ def _check_weights(model: Any, stored: CheckpointTensors) -> None:
 
 
 def _check_config(family: str, config: Any) -> None:
-    """Raise ValueError for settings that llama.cpp does not support, and warn about settings that it ignores."""
+    """Raise ValueError for settings that llama.cpp does not support. Warn about settings that llama.cpp ignores."""
 
     def refuse(setting: str, must: str) -> None:
         raise ValueError(

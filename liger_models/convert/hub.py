@@ -1,6 +1,6 @@
 """Downloads from the Hugging Face Hub and uploads to the hub, with the huggingface_hub client.
 
-The client reads the environment variables HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE.
+This client reads the environment variables HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE.
 """
 
 import contextlib

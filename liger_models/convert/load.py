@@ -446,7 +446,7 @@ def of_whole_model(stored: Mapping[str, StoredTensor], maps: Sequence[WeightMap]
 
     Args:
         stored: the tensors by their names in the files.
-        maps: the weight map of each layout.
+        maps: the weight maps of all layouts that checkpoints of the model may have.
     """
     for weights in maps:
         names = {name for expression in weights.entries.values() for name in expression.names()}
@@ -494,14 +494,14 @@ def declared_dtype(hf_config: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def pick_map(maps: Sequence[WeightMap], stored: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> WeightMap:
-    """Choose the layout whose tensor names best match the names in a checkpoint.
+    """Choose the weight map whose tensor names best match the names in a checkpoint.
 
-    For each layout, the parameters that have tensors in the checkpoint are counted, and the layout with the highest
+    For each weight map, the parameters that have tensors in the checkpoint are counted, and the map with the highest
     count is chosen. If only some of a parameter's tensors exist, the parameter counts as the fraction of its tensors
-    that exist. Among layouts with the same names, the layout with the most matching shapes is chosen.
+    that exist. Among maps with the same names, the map with the most matching shapes is chosen.
 
     Args:
-        maps: the weight map of each layout.
+        maps: the weight maps of all layouts that checkpoints of the model may have.
         stored: maps names to tensors, or to any objects with a ``shape``.
         parameters: the parameters of the model.
     """
@@ -526,7 +526,7 @@ def check_tensors(
 
     Args:
         where: name of the checkpoint, for error messages.
-        weights: the weight map of the checkpoint's layout.
+        weights: the weight map that fits the checkpoint.
         parameters: the parameters of the model.
         stored: the tensors of the checkpoint.
 

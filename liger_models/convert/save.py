@@ -107,7 +107,8 @@ def save_pretrained(
     if auto_map:
         hf_config, assets = with_auto_map(hf_config, assets, format_of(type(model)).hf_class)
 
-    # All ranks together save a sharded model. The calling rank saves the argument `tensors`. Otherwise, rank 0 saves.
+    # If the model is sharded, all ranks save it together. If `tensors` are given, the calling rank saves them. In all
+    # other cases, rank 0 saves the model.
     files = _Files(Path(folder).absolute(), contents, dtype, plan, hf_config, assets)
     if contents.stored.is_sharded:
         files.save_together()

@@ -134,7 +134,8 @@ def fill_part(
     read: Callable[[str, int, int], Tensor],
     read_whole: Callable[[], Tensor],
 ) -> None:
-    """Read this rank's shard into a parameter. If the parameter holds codes, call `FrozenParameters.finish` afterwards.
+    """Read this rank's shard into a parameter. If the parameter holds the codes of a quantized weight, call
+    `FrozenParameters.finish` afterwards.
 
     Args:
         parameter: a DTensor, or the codes of ``frozen``.

@@ -31,7 +31,7 @@ from liger_models.layers.linear import is_sharded
 def hf_tensors(
     model: Decoder, dtype: torch.dtype | str | None = None, *, merge: bool = True, rank: int | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the model's weights, with the names and the layout of a Hugging Face checkpoint.
+    """Iterate over the model's weights, with the names and shapes of the tensors in a Hugging Face checkpoint.
 
     The tensors are bitwise identical to the tensors that `save_pretrained` writes. Weights that the model keeps
     quantized (``keep_quantized``) are an exception: this function yields them dequantized. The order is: the vision
@@ -41,8 +41,8 @@ def hf_tensors(
     If the model is sharded, all ranks must call this function and read the iterator to the end, because each parameter
     is gathered when its first tensor is read. At any time, memory holds only the model, one gathered parameter (at most
     the experts of a layer) and the last yielded tensor. Read all tensors before the next optimizer step. A yielded
-    tensor shares memory with a parameter if both have the same layout and dtype. Therefore, do not write to a yielded
-    tensor, and copy each tensor that you keep.
+    tensor may share memory with a parameter. Therefore, do not write to a yielded tensor, and copy each tensor that you
+    keep.
 
     Args:
         model: the model, which may be sharded by `apply_fsdp`, ``fully_shard``, `apply_tp` or `apply_ep`.
@@ -103,7 +103,7 @@ def get_hf_state_dict(
 def hf_gradients(
     model: Decoder, dtype: torch.dtype | str | None = None, *, rank: int | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the gradients, with the names and the layout that `hf_tensors` uses for the weights.
+    """Iterate over the gradients, with the names and shapes that `hf_tensors` uses for the weights.
 
     Call this function after the backward and before the gradients are set to None. Parameters without a gradient, such
     as frozen parameters, are skipped. Adapters are skipped as well, because they have no name in a checkpoint. If the
@@ -116,8 +116,8 @@ def hf_gradients(
         rank: see `hf_tensors`.
 
     Returns:
-        An iterator over pairs of a name and a contiguous tensor. A tensor with the layout and dtype of a gradient
-        shares memory with the gradient, so do not write to it.
+        An iterator over pairs of a name and a contiguous tensor. A tensor may share memory with the gradient of a
+        parameter, so do not write to it.
 
     Raises:
         ValueError: no parameter of the checkpoint has a gradient; see also `hf_tensors`.
@@ -142,11 +142,12 @@ def hf_gradients(
 
 
 def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> None:
-    """Load tensors with the names and the layout of a Hugging Face checkpoint into a model, in place.
+    """Load tensors with the names and shapes of a Hugging Face checkpoint into a model, in place.
 
     Parameters keep their dtype, device and sharding, so an optimizer that holds them stays valid. Adapters are not
-    changed. The tensors may have any layout that the model's checkpoints may have. If the model is sharded, all ranks
-    must call this function, each with all tensors, and an error on one rank is raised on all ranks.
+    changed. If checkpoints of the model exist in several layouts, the tensors may have any of these layouts. If the
+    model is sharded, all ranks must call this function, each with all tensors, and an error on one rank is raised on
+    all ranks.
 
     An iterable is read one tensor at a time. This function keeps each tensor until it has read all tensors of the same
     parameter, so do not reuse the memory of a tensor before then. If the tensors are in the order of a checkpoint, only
@@ -185,7 +186,7 @@ def load_hf_tensors(model: Decoder, tensors: Mapping[str, Tensor] | Iterable[tup
 
     # Collect the tensors of each parameter, and write the parameter when its last tensor has been read.
     with torch.no_grad(), agreed():
-        held: dict[str, dict[str, Tensor]] = {}  # our name of a parameter: its tensors read so far
+        held: dict[str, dict[str, Tensor]] = {}  # name of a parameter -> its tensors read so far
         heads: dict[str, Tensor] = {}
         loaded: set[str] = set()
         try:
@@ -282,7 +283,8 @@ class CheckpointTensors(NamedTuple):
         return [part for theirs, encoding in tensors for part in (encoding.written() if encoding else [theirs])]
 
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a parameter on the meta device, in ``dtype`` or its own dtype. For codes, return the dense weight."""
+        """Return a parameter on the meta device, in ``dtype`` or its own dtype. If the parameter holds the codes of a
+        quantized weight, return the dense weight."""
         like = self.frozen.get(name) or self.parameters[name]
         return torch.empty(like.shape, dtype=dtype or self.dtypes.get(name, like.dtype), device="meta")
 
@@ -392,7 +394,8 @@ def is_tied(head: Tensor, embedding: Tensor) -> bool:
 def as_stored(
     where: str, model: Decoder, *, merge: bool, parameters: Mapping[str, Tensor] | None = None
 ) -> CheckpointTensors:
-    """Collect the parameters of a model's checkpoint. Parameters that FSDP has left gathered are resharded first.
+    """Collect the model's parameters that a checkpoint contains. Parameters that FSDP has left gathered are resharded
+    first.
 
     Args:
         where: name of the calling function, for error messages.
@@ -474,9 +477,9 @@ class _AdaptedWeight(nn.Module):
 
 
 class _Names:
-    """Finds the layout, and thus the weight map, of checkpoint tensors that are read one by one.
+    """Finds the weight map that fits the tensors of a checkpoint, which are read one by one.
 
-    Each tensor that is read rules out the layouts that have no tensor of the same name and shape.
+    Each tensor that is read rules out the weight maps that have no tensor of the same name and shape.
     """
 
     def __init__(self, maps: list[WeightMap], parameters: Mapping[str, Tensor]) -> None:
@@ -485,10 +488,10 @@ class _Names:
         self.read: set[str] = set()
 
     def accept(self, name: str, tensor: Tensor) -> WeightMap:
-        """Return the map of a layout with a tensor of this name and shape.
+        """Return a weight map that fits this tensor and all tensors that were read before.
 
         Raises:
-            ValueError: no layout has such a tensor, or the tensor was already read.
+            ValueError: no weight map fits, or the tensor was already read.
         """
         where = "load_hf_tensors"
         if not isinstance(tensor, Tensor) or is_sharded(tensor) or tensor.dtype not in FLOATS.values():
@@ -524,7 +527,7 @@ class _Names:
         return owners[name], counts[owners[name]]
 
     def check_complete(self) -> None:
-        """Raise ValueError unless all tensors of some layout have been read."""
+        """Raise ValueError unless all tensors of the weight map have been read."""
         missing = [name for name in self.layouts[0][1] if name not in self.read]
         if missing:
             raise ValueError(

@@ -443,7 +443,7 @@ def stacked_experts(
 
 
 def expert_mlps(router: str, gate_up: Expression | str, down: Expression | str) -> dict[str, Expression | str | None]:
-    """Return the argument ``instead`` for `decoder_map`, for a model whose MLPs are all mixtures of experts.
+    """Return the value of ``instead`` for `decoder_map`, for a model whose MLPs are all mixtures of experts.
 
     Args:
         router: name of the router's weight.
@@ -470,15 +470,15 @@ def mixtral_mlps(config: Any, name: str, *, fused: bool) -> dict[str, Expression
 
 
 MIXTRAL_LAYOUTS = (("mlp", True), ("mlp", False), ("block_sparse_moe", True))
-"""Arguments ``name`` and ``fused`` of `mixtral_mlps` for the layouts that transformers 5 may write. The layouts are
-tried in order.
+"""Arguments ``name`` and ``fused`` of `mixtral_mlps` for the checkpoint layouts that transformers 5 may write. The
+layouts are tried in order.
 """
 
 
 def sparse_mlps(
     sparse_layers: Sequence[int], num_layers: int, prefix: str, gate_up: Expression, down: Expression
 ) -> dict[str, Any]:
-    """Return arguments for `decoder_map`, for a model in which some MLPs are mixtures of experts.
+    """Return keyword arguments for `decoder_map`, for a model in which some MLPs are mixtures of experts.
 
     Args:
         sparse_layers: indices of the layers with experts. All other layers have a dense gated MLP.
