@@ -94,8 +94,8 @@ class Adaptable:
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Call `Checkpoint.load_state_dict`. While the projections are unpacked, load parameters only by the names that
-        `state_dict` uses."""
+        """Call `Checkpoint.load_state_dict`. While PEFT adapts the model (see `tree`), load parameters only by the
+        names that `state_dict` uses."""
         if self.tree is not None:
             model: Any = self
             return nn.Module.load_state_dict(model, state_dict, strict, assign)

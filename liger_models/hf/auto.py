@@ -211,7 +211,7 @@ def registered() -> Iterator[None]:
 
 
 class _Registrations(dict[type[PreTrainedConfig], Any]):
-    """The classes that are registered in an auto class.
+    """Maps configuration classes to the model classes that are registered in an auto class.
 
     A class of this package is created only when transformers looks for it. Creating all classes at once would import
     all model families, which takes longer than loading a small model.

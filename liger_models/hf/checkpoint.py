@@ -60,8 +60,8 @@ _IGNORED = [
 
 
 class Mismatch(NamedTuple):
-    """A tensor whose shape in a checkpoint differs from its shape in the model. The fields are those that transformers
-    reports."""
+    """A tensor whose shape in a checkpoint differs from its shape in the model. transformers reports the same
+    fields."""
 
     name: str
     stored: tuple[int, ...]

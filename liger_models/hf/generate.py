@@ -52,12 +52,12 @@ A criterion usually reads tokens on the host, so the host must wait for all laun
 """
 
 METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-"""Methods that transformers' loop calls for each token in addition to the forward. The engine does not call them, so
-transformers' loop runs if other code has replaced one of them.
+"""Methods that transformers' loop calls for each token in addition to the forward. The decoding engine does not call
+these methods, so transformers' loop runs if other code has replaced one of them.
 """
 
 WRAPPERS = ("accelerate.utils.operations", "torch.amp.autocast_mode", "trl.trainer.utils")
-"""Modules whose functions trainers wrap around the forward. The engine may run although it does not call these
+"""Modules whose functions trainers wrap around the forward. The decoding engine may run although it does not call these
 functions.
 
 Accelerate's function casts in the forward, whereas the engine computes in the dtype of the weights. TRL's function
@@ -65,13 +65,13 @@ adds a loss.
 """
 
 KNOWN = (criteria.MaxLengthCriteria, criteria.EosTokenCriteria, criteria.MaxTimeCriteria)
-"""Stopping criteria that the engine need not call for every token."""
+"""Stopping criteria that the decoding engine need not call for every token."""
 
 UNREAD = {
     "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position",
     "token_type_ids", "tokenizer", "assistant_tokenizer",
 }  # fmt: skip
-"""Names of the arguments of ``generate`` for which the engine can run. It can also run with the family's pixels."""
+"""Names of the arguments of ``generate`` with which the decoding engine can run, besides the family's image inputs."""
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -84,7 +84,7 @@ def with_stored_signature(method: Method) -> Method:
 
 
 class EngineGenerationMixin(GenerationMixin):
-    """Makes the engine compute the tokens of ``generate`` if `fallback_reason` returns None."""
+    """Makes our decoding engine compute the tokens of ``generate`` if `fallback_reason` returns None."""
 
     def _sample(
         self,
@@ -166,7 +166,7 @@ def _report(reason: str) -> None:
 def fallback_reason(
     model: Any, input_ids: Tensor, config: Any, stopping_criteria: Any, synced_gpus: bool, inputs: dict[str, Any]
 ) -> str | None:
-    """Return why transformers' loop must run instead of the engine; None if the engine can run.
+    """Return why transformers' loop must run instead of our decoding engine; None if the engine can run.
 
     Args:
         model: a model of `liger_models.hf`.
@@ -224,7 +224,8 @@ def fallback_reason(
 
 
 def _is_usual(forward: Any) -> bool:
-    """Whether a forward comes from `liger_models.hf`. Functions of `WRAPPERS` may be wrapped around the forward."""
+    """Whether a forward comes from `liger_models.hf`. Functions from the modules in `WRAPPERS` may be wrapped around
+    the forward."""
     while True:
         function = getattr(forward, "__func__", forward)
         module = getattr(function, "__globals__", {}).get("__name__") or type(function).__module__
@@ -425,7 +426,7 @@ def _is_from_transformers(value: Any) -> bool:
 
 
 def _settings(**options: Any) -> Settings:
-    """Return the settings of the engine. Options that are not given get values that have no effect."""
+    """Return the settings of the decoding engine. Options that are not given get values that have no effect."""
     neutral: dict[str, Any] = {
         **UNFILTERED, "temperature": 1.0, "stop_strings": None, "logits_processor": [], "generator": None, "seed": None,
         "cache": None, "draft_model": None, "num_draft_tokens": 1,
@@ -512,14 +513,15 @@ OPTIONS = {
     processors.EpsilonLogitsWarper: ("epsilon_cutoff", "epsilon"),
     processors.EtaLogitsWarper: ("eta_cutoff", "epsilon"),
 }
-"""Maps a class of logits processors to (the equivalent option of the engine, the attribute with the option's value).
+"""Maps a class of logits processors to (the equivalent option of the decoding engine, the attribute with its value).
 
 The classes are in the order in which the engine applies the options.
 """
 
 
 def options_of(chain: Any, prompts: Tensor, mask: Tensor | None, stops: list[int], vocab: int) -> dict[str, Any] | None:
-    """Return engine options with the effect of a list of logits processors; None if no options have this effect.
+    """Return options of the decoding engine that have the same effect as a list of logits processors; None if there are
+    no such options.
 
     Args:
         chain: the ``LogitsProcessorList``.
