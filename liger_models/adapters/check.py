@@ -15,7 +15,7 @@ class Finding(NamedTuple):
     """A problem with an adapter.
 
     Attributes:
-        name: name of the tensor in PEFT's files, or name of the setting.
+        name: name of the tensor (in PEFT's files) or of the setting that has the problem.
         problem: what is wrong, and what to do.
     """
 
@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 
 
 def adapter_parameters(model: CausalLM) -> dict[str, nn.Parameter]:
-    """Map the names of the adapters' tensors in PEFT's files to the parameters of the model."""
+    """Map each adapter parameter's name in PEFT's files to the parameter."""
     return {
         name: tensor.parameter
         for layer in adapted_layers(model).values()
@@ -56,7 +56,7 @@ def check_trained(model: CausalLM, before: dict[str, Tensor], steps: int) -> lis
     Args:
         model: the model after training.
         before: the result of `adapter_sums` before training.
-        steps: number of training steps between ``before`` and now. The matrix B of an adapter may stay at 0 in the
+        steps: number of training steps since ``before`` was computed. The matrix B of an adapter may stay at 0 in the
             first step of a warm-up, and the matrix A has no gradient while B is 0. Therefore, B is checked from 2
             steps on, and A is checked from 3 steps on.
     """

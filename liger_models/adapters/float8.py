@@ -2,8 +2,8 @@
 
 A linear layer computes three matrix products: one in the forward and two in the backward. In the linear layers of the
 blocks, the operands of these products (inputs, weights and gradients) are rounded to float8. The recipe determines
-whether each tensor or each row has one scale. Scales are computed from the current values. Parameters and saved
-checkpoints keep their dtype.
+whether each tensor or each row has one scale. Scaling is dynamic: scales are computed from the current values of the
+operands. Parameters and saved checkpoints keep their dtype.
 
 Source: https://arxiv.org/abs/2209.05433 (formats); https://github.com/pytorch/ao/tree/main/torchao/float8.
 """
@@ -79,7 +79,8 @@ def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensor
 
     Raises:
         RuntimeError: the model is on an NVIDIA GPU that does not support float8 (older than sm_89).
-        TypeError: the weights are neither float32 nor bfloat16, or ``recipe`` has another type.
+        TypeError: the weights are neither float32 nor bfloat16, or ``recipe`` is neither a string nor a
+            ``Float8LinearConfig``.
         ValueError: the recipe is unknown, or there is no linear layer to convert.
     """
     # Check the recipe, the model and its device.

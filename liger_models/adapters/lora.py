@@ -182,8 +182,8 @@ def merge_lora(model: Model, *, reversible: bool = False) -> Model:
     config = model.config
     originals: dict[str, Original] = {}
 
-    # The experts' matrices become plain parameters, even if they were quantized. Matrices that are stored in the
-    # checkpoint's own format and have no adapters do not change.
+    # The experts' matrices become plain parameters, even if they were quantized. The only exceptions are matrices
+    # without adapters that are stored in the checkpoint's own format, which do not change.
     for path, moe in _experts(model).items():
         parts = frozen_parts(moe)
         kept = {name: part for name, part in parts.items() if part.format.is_kept and name not in moe.adapted}
@@ -309,7 +309,7 @@ def _experts(model: CausalLM) -> dict[str, LigerMoE]:
 
 
 def matches(module: str, target: str) -> bool:
-    """Whether ``target`` is the checkpoint name ``module``, or the last part of this name."""
+    """Whether ``target`` is the checkpoint name ``module``, or consists of the last parts of this name."""
     return module == target or module.endswith("." + target)
 
 
@@ -319,7 +319,7 @@ def _check_adapted(function: str, model: nn.Module) -> None:
 
 
 def _entries(model: CausalLM) -> dict[str, Expression]:
-    """Return the entries of the weight map that has the module names of PEFT's files."""
+    """Map each parameter's name to the `Expression` that computes the parameter from tensors with PEFT's names."""
     return format_of(type(model)).module_map(model.config).entries
 
 
@@ -344,7 +344,8 @@ def expert_names(model: CausalLM) -> dict[str, str]:
 def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
     """Return the names of the matrices that the targets of ``config`` select.
 
-    Linear layers have their checkpoint names, and experts' parameters have their names in transformers.
+    Matrices of linear layers are given by their checkpoint names, and matrices of experts by the names of their
+    parameters in transformers.
 
     Args:
         names: the names, in the checkpoint, of the weights of all linear layers.
@@ -355,7 +356,7 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
     experts = expert_names(model)
     targets = config.target_modules
 
-    # Resolve the parameters of experts.
+    # Find the experts' parameters that `target_parameters` selects.
     chosen: set[str] = set()
     for target in config.target_parameters:
         parameters = {name for name in experts.values() if matches(name, target)}
@@ -366,7 +367,7 @@ def _choose(names: list[str], model: CausalLM, config: LoRAConfig) -> set[str]:
             )
         chosen |= parameters
 
-    # Take all linear layers of the blocks.
+    # "all-linear" selects all linear layers of the blocks.
     if targets == "all-linear":
         return chosen | {name for module, name in modules.items() if module != "lm_head"}
 

@@ -1,4 +1,4 @@
-"""The configuration of LoRA adapters: the matrices that get adapters, and the form of the adapters."""
+"""The configuration of LoRA adapters."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -12,7 +12,7 @@ EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
-    """The matrices that get adapters, and the form of the adapters.
+    """The settings of LoRA adapters: which matrices get adapters, and the adapters' rank, scale, dropout and variant.
 
     Names and defaults are the same as in PEFT, except for the default of ``target_modules``.
 

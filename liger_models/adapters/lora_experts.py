@@ -26,14 +26,14 @@ from liger_models.layers.moe import MATRICES
 class ExpertAdapter(Layer):
     """The adapter of a parameter that holds one matrix per expert: A [X, r, in] and B [X, out, r].
 
-    The rows of B are in the packed order of the weight.
+    The rows of B have the same order as the rows of the packed weight.
 
     Args:
         weight: the matrices, [X, out, in].
-        name: the name that the parameter with the matrices has in transformers.
+        name: the name of this parameter in transformers.
         expression: computes the weight from the parameter in transformers.
         config: settings of the adapters.
-        exchanged: whether A and B are exchanged in PEFT's files; see `CheckpointFormat.peft_exchanges`.
+        exchanged: whether A and B are swapped in PEFT's files; see `CheckpointFormat.peft_exchanges`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LoRAExperts(Layer):
     active: bool = True
     """Whether the adapters are used in addition to the frozen weights; see `without_adapters`."""
     group: Group | None = None
-    """The process group over which `apply_tp` has divided the width of each expert; None without `apply_tp`."""
+    """The process group over which `apply_tp` has sharded the width of each expert; None without `apply_tp`."""
 
     def __init__(self, adapters: Mapping[str, ExpertAdapter], active_share: float, config: LoRAConfig) -> None:
         super().__init__()
@@ -133,11 +133,11 @@ class LoRAExperts(Layer):
 
     @torch.no_grad()
     def merged(self, name: str, weight: Weight) -> Tensor:
-        """Return ``weight`` with merged adapters, [X, out, in] in its dtype. ``name`` is the name of the parameter."""
+        """Merge the adapters of the parameter ``name`` into its ``weight``. Return [X, out, in] in the same dtype."""
         adapter: Any = self.get_submodule(name)
         wide = torch.promote_types(weight.dtype, torch.float32)
         B = (adapter.lora_B.to(wide) * self.config.scaling).split(1)
 
-        # Experts are merged one by one, because their fp32 copies need memory.
+        # Merge one expert at a time, so that at most one expert has an fp32 copy.
         experts = zip(weight.split(1), B, adapter.lora_A.to(wide).split(1), strict=True)
         return torch.cat([torch.baddbmm(dense(W).to(wide), b, a).to(weight.dtype) for W, b, a in experts])

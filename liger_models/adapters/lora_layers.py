@@ -3,16 +3,18 @@
     y = W x + s · B A x          s = alpha / r (LoRA), alpha / sqrt(r) (rsLoRA)
     y = m · (W x + s · B A x) / ‖W + s · B A‖      for each row, with no gradient of the norm (DoRA)
 
+DoRA also learns m, the magnitudes of the rows, and treats the norm in the denominator as a constant in the backward.
+
 Each adapter belongs to one matrix of the Hugging Face checkpoint (q_proj, gate_proj, ...). A packed projection holds
 several of these matrices, and the weight map says which rows of the projection belong to each matrix.
 
-Under tensor parallelism, an adapter is sharded like its weight. If the weight is sharded by rows, B and m are also
-sharded by rows. If the weight is sharded by columns, A is also sharded by columns. In this case, each rank's A x is a
-partial sum, and the layer's all-reduce sums B A x over the ranks. For each replicated tensor (A, or B and m), each rank
-computes only a part of the gradient, and the parts of all ranks are summed::
+Under tensor parallelism, an adapter is sharded like its weight::
 
-    weight by rows (q, k, v, gate, up)     B, m sharded     A replicated
-    weight by columns (o, down)            A sharded        B, m replicated
+    weight by rows (q, k, v, gate, up)     B, m sharded by rows     A replicated
+    weight by columns (o, down)            A sharded by columns     B, m replicated
+
+If A is sharded, each rank's A x is a partial sum, and the layer's all-reduce sums B A x over the ranks. Each rank
+computes only a part of a replicated tensor's gradient, and the parts are summed over the ranks.
 
 The module `lora_experts` has the adapters of routed experts.
 
@@ -110,7 +112,7 @@ class LinearAdapters(nn.ModuleDict):
         """Maps the name of each checkpoint matrix in the weight to the matrix's number of rows."""
 
     def by_name(self) -> dict[str, Adapter]:
-        """Map the name of each adapted checkpoint matrix to its adapter. `factors` concatenates them in this order."""
+        """Map each adapted checkpoint matrix's name to its adapter. `factors` concatenates adapters in this order."""
         return {name: cast(Adapter, self[short_name(name)]) for name in self.sizes if short_name(name) in self}
 
     def shard_rows(self, group: Group) -> dict[str, int]:
@@ -140,8 +142,8 @@ class LinearAdapters(nn.ModuleDict):
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A [R, C] and s · B [O, R] of all adapters, concatenated, where R is r times the number of adapters.
 
-        The rows of B are in the packed order of the weight. Each adapter has its own columns in B. These columns are 0
-        in all rows outside of the adapter's matrix, so the product of B and A x computes all adapters at once.
+        The rows of B have the order of the packed weight's rows. Each adapter has its own columns in B. These columns
+        are 0 in all rows outside of the adapter's matrix, so the product of B and A x computes all adapters at once.
         """
         adapters = self.by_name()
         r, R = self.config.r, self.config.r * len(adapters)
@@ -196,11 +198,11 @@ class LinearAdapters(nn.ModuleDict):
         return torch.where(self._pack(has_adapter) > 0, scale, 1.0)
 
     def _active_group(self) -> Group | None:
-        """Return ``self.group``; None while whole tensors replace the shards."""
+        """Return ``self.group``, or None if the parameters currently are whole tensors instead of shards."""
         return self.group if is_sharded(next(self.parameters())) else None
 
     def _pack(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """Arrange rows of matrices in the packed order of the weight.
+        """Arrange the rows of checkpoint matrices in the order of the packed weight's rows.
 
         If the weight is sharded by rows, return only this rank's rows.
 
@@ -250,7 +252,7 @@ def add_low_rank(y: Tensor, x: Tensor, A: Tensor, B: Tensor) -> Tensor:
 
 
 class LoRALinear(nn.Linear, Layer):
-    """A linear layer with a frozen weight [O, C], and adapters for some of the matrices that the weight packs."""
+    """A linear layer with a frozen weight [O, C], and adapters for some or all of the matrices packed in the weight."""
 
     lora: LinearAdapters
     dropout: Dropout
@@ -306,7 +308,10 @@ class LoRALinear(nn.Linear, Layer):
         return self.weight if frozen is None else frozen.dense()
 
     def derived(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return A, s · B, and `dora_scale` (None without DoRA). In decoding, they are computed once for all tokens."""
+        """Return A, s · B, and `dora_scale` (None without DoRA).
+
+        Decoding computes these tensors once for all tokens.
+        """
         return derive(self, dtype, lambda: self._derived(dtype))
 
     def _derived(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -378,7 +383,7 @@ class LoRALinear(nn.Linear, Layer):
         )
 
     def base_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """``x @ Wᵀ + bias`` with the frozen weight."""
+        """Compute ``x @ Wᵀ + bias`` with the frozen weight."""
         frozen = self.frozen_weight
         return F.linear(x, local(self.weight), bias) if frozen is None else quantized_linear(x, frozen, bias)
 
@@ -398,16 +403,19 @@ class LoRALinear(nn.Linear, Layer):
 
 
 class LoRAColumnParallelLinear(LoRALinear, ColumnParallelLinear):
-    """`ColumnParallelLinear` with adapters. With dropout, ranks need equal random states, to drop the same elements."""
+    """`ColumnParallelLinear` with adapters.
+
+    With dropout, ranks need equal random states, so that all ranks drop the same elements.
+    """
 
     def shard(self, group: Group) -> dict[str, int]:
         """Shard B and m by rows if each rank holds consecutive rows of each matrix; otherwise, shard nothing."""
         dims = self.lora.shard_rows(group)
         ranks = torch.arange(group.size, device="cpu")
 
-        # From the ranks that hold the rows of the packed weight, compute the ranks that hold the rows of each matrix.
-        # For example, if there are 2 ranks and two matrices are packed as a0 b0 a1 b1, the packed rows are on the ranks
-        # 0 0 1 1, so the rows of each matrix are on the ranks 0 1.
+        # `rank_of_row` is the rank that holds each row of the packed weight. Unpacking it gives the rank that holds
+        # each row of each matrix. For example, if there are 2 ranks and two matrices are packed as a0 b0 a1 b1, the
+        # packed rows are on the ranks 0 0 1 1, so the rows of each matrix are on the ranks 0 1.
         rank_of_row = ranks.repeat_interleave(self.out_features // group.size)
         rank_of_rows = self.lora.expression.unpack(rank_of_row).values()
         successive = all(rows.equal(ranks.repeat_interleave(len(rows) // group.size)) for rows in rank_of_rows)
@@ -497,8 +505,8 @@ def adapter_config(model: nn.Module) -> LoRAConfig | None:
 
 def with_class(module: nn.Module, cls: type[nn.Module]) -> Any:
     """Make a module of class ``cls`` with the same parameters, submodules and attributes as ``module``."""
-    # `cls(...)` is not called, because it would allocate new parameters. Both dicts are copied, so that a parameter
-    # that is later added to one module is not added to the other.
+    # `cls(...)` is not called, because it would allocate new parameters. The dicts of parameters and of submodules are
+    # copied, so that a parameter that is later added to one module is not added to the other.
     converted = cls.__new__(cls)
     members = {"_parameters": dict(module._parameters), "_modules": dict(module._modules)}
     converted.__dict__ = {**module.__dict__, **members}

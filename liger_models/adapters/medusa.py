@@ -7,8 +7,9 @@ k predicts the token that is k + 1 positions ahead::
     loss = [L_0 +] heads_weight · Σ decay^k · L_k
 
 L_k is the mean cross entropy of head k over all tokens that have a target: the token k + 1 positions ahead must be
-in the same document and must not be ignored. Training does not materialize the logits. The parameters A and b are
-initialized to 0. W_k is initialized to a copy of the model's own head.
+in the same document and must not be ignored. The loss includes L_0 only if the model itself is also trained. Training
+does not materialize the logits. The parameters A and b are initialized to 0. W_k is initialized to a copy of the
+model's own head.
 
 Source: https://arxiv.org/abs/2401.10774
 """
@@ -102,7 +103,10 @@ class MedusaHead(nn.Sequential):
         self.num_layers = num_layers
 
     def forward(self, x: Tensor, *target: Tensor, **options: Any) -> Any:  # type: ignore[override]
-        """Pass x [..., C] through the blocks. Pass the result and the other arguments to the projection."""
+        """Pass x [..., C] through the blocks.
+
+        If the head has a projection, pass it the result and all other arguments.
+        """
         for block in itertools.islice(self, self.num_layers):
             x = block(x)
         return self[-1](x, *target, **options) if len(self) > self.num_layers else x
@@ -319,8 +323,8 @@ class LigerMedusa(nn.Module):
             targets = targets[1:]
         else:
             rows, factors = [x, *rows], torch.cat([factors.new_ones(1), factors])
-        # The loss of a head is a mean over its targets. Each token's weight is therefore the weight of its head,
-        # divided by the head's number of targets.
+        # The loss of a head is a mean over the head's targets. In the sum over all heads, the weight of a token is
+        # therefore the weight of the head's loss, divided by the head's number of targets.
         counts = (targets != IGNORED).sum((1, 2)).clamp(min=1) if num_items is None else num_items
         token_weight = (factors / counts)[:, None, None].expand(targets.shape)
         loss = self._cross_entropy(torch.stack(rows), weight, targets, token_weight=token_weight, reduction="sum").loss
@@ -428,7 +432,8 @@ class LigerMedusa(nn.Module):
                 "safetensors.torch.save_file; the tensors have the same names."
             )
 
-        # Check the counts before anything is allocated. The file must contain tensors for each layer of each head.
+        # Check the numbers of heads and blocks before anything is allocated. Each block of each head must have at least
+        # one tensor in the file.
         with safe_open(folder / HEADS, framework="pt") as file:
             count = len(file.keys())
         if max(heads, 1) * max(layers, 1) > count:

@@ -5,12 +5,13 @@ Let e_t be the embedding of token t, and h_t the normalized output of the model'
     u_t = W · [norm_e(e_{t + 1}), norm_h(h_t)],   h'_t = norm(block(u))_t
     loss = L + loss_weight · L'
 
-The block can also draft tokens: `LigerMTP` can be the ``draft_model`` of `CausalLM.generate` and `CausalLM.rollout`.
+L is the model's own loss. For L', the model's head predicts from h'_t the token that is two positions after t. L' is
+the mean cross entropy over all tokens t for which this target is in the same document and is not ignored. Training does
+not materialize the logits.
 
-The block is similar to the model's own blocks: in Qwen3.5 it has full attention, and in DeepSeek V3 it has experts. L
-is the model's own loss. For L', the model's head predicts from h'_t the token that is two positions after t. L' is the
-mean cross entropy over all tokens t for which this target is in the same document and is not ignored. Training does not
-materialize the logits.
+The block has the same structure as one of the model's own blocks: a block with full attention in Qwen3.5, and a block
+with experts in DeepSeek V3. The block can also draft tokens: `LigerMTP` can be the ``draft_model`` of
+`CausalLM.generate` and `CausalLM.rollout`.
 
 Source: https://arxiv.org/abs/2412.19437.
 """
@@ -65,7 +66,7 @@ class MTPOutput(NamedTuple):
 def embeds_with_norms(embedding: nn.Module, *norms: nn.Module) -> bool:
     """Whether the op `embed_norms` can compute the embedding and the norms.
 
-    The caller must ensure that all norms have the same constants.
+    The caller must ensure that all norms have the same ``eps``, ``offset`` and ``scale_in_fp32``.
     """
     return (
         type(embedding) is LigerEmbedding
@@ -133,7 +134,7 @@ class LigerMTP(nn.Module):
         with torch.device(predictor.device):
             self.fc = nn.Linear(2 * C, C, bias=False, dtype=model.dtype)
         self.layers, self.norm = predictor.layers, predictor.norm
-        self._predictor = [predictor]  # a list hides its embedding and head from `parameters`
+        self._predictor = [predictor]  # the list hides the predictor's embedding and head from `parameters`
 
         # In a cache, the layers of the block come after the layers of the model.
         for layer in layers_of(self.layers):
@@ -295,7 +296,7 @@ class LigerMTP(nn.Module):
 
     @torch.no_grad()
     def acceptance(self, input_ids: Tensor, *, labels: Tensor, **inputs: Any) -> Tensor:
-        """Count the tokens of a text for which the block's most likely token is also the model's most likely token.
+        """Count the tokens of a text for which the block and the model itself predict the same most likely token.
 
         If the model itself had written the text, greedy decoding would accept the block's first draft at exactly these
         tokens.
@@ -353,9 +354,9 @@ class LigerMTP(nn.Module):
 
     @torch.no_grad()
     def draft(self, hidden: Tensor, tokens: Tensor, layout: BatchLayout) -> Tensor:
-        """Like `predict`, but without gradients, and with token ids instead of embeddings.
+        """Compute the same as `predict`, but without gradients and from token ids instead of embeddings.
 
-        ``tokens`` [B, T] int64 are the next tokens.
+        ``tokens`` [B, T] int64 holds the next token of each token.
         """
         embedding = self.model.embed_tokens
         norm: Any = self.pre_fc_norm_embedding
@@ -368,7 +369,10 @@ class LigerMTP(nn.Module):
         return self._run_block(both.view(*tokens.shape, -1), layout)
 
     def _run_block(self, both: Tensor, layout: BatchLayout) -> Tensor:
-        """Compute h' from the concatenated outputs of both norms, [B, T, 2 C]."""
+        """Compute the block's outputs h', [B, T, C], from the concatenated outputs of the two norms before the block.
+
+        ``both`` [B, T, 2 C] holds these outputs.
+        """
         u = inference_linear(both, self.fc.weight)
 
         # Run the block with the checkpointing policy of the model's last block.

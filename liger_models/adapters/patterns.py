@@ -20,8 +20,8 @@ _PARSER, _COMPILER = (
 )
 
 WORK = 10_000_000
-"""Maximum number of positions that are visited for one pattern. Matching a layer's name visits about one position for
-each pair of a character in the name and a part of the pattern."""
+"""Maximum number of positions that are visited for one pattern. Matching a layer's name visits about n · p positions,
+where the name has n characters and the pattern has p parts."""
 
 
 class Pattern:

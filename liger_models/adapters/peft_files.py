@@ -57,7 +57,7 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
     Args:
         model: a model with adapters. It may be sharded.
         folder: the folder, which is created if it does not exist.
-        base: folder of the base model, or its name on the hub, which PEFT and vLLM read.
+        base: folder of the base model, or its name on the hub. PEFT and vLLM read this name from the file.
 
     Raises:
         ValueError: the model has no adapters.
@@ -83,7 +83,7 @@ def save_adapter(model: CausalLM, folder: str | os.PathLike[str], *, base: str |
         **{field.name: getattr(config, field.name) for field in dataclasses.fields(config)},
         "target_modules": targets,
         "target_parameters": target_parameters or None,
-        # PEFT does not support dropout for adapters of parameters, and only training needs dropout.
+        # PEFT does not support dropout for adapters of parameters. Only training needs dropout, so 0 can be written.
         "lora_dropout": 0.0 if target_parameters else config.lora_dropout,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -120,8 +120,9 @@ def _targets(model: CausalLM, config: LoRAConfig) -> tuple[list[str], list[str]]
     if targets == "all-linear" and model.visual is None and not any(map(str.isdigit, short)):
         targets = short
     elif isinstance(targets, str) or model.visual is not None:
-        # Write full names. For a last part, PEFT would adapt every module whose name ends with it. For example, a tower
-        # may also have a "proj", and the index of a projection in a list may also be the index of a block.
+        # Write full names. If only the last part of a name were written, PEFT would adapt every module whose name ends
+        # with this part. For example, a vision tower may also have a "proj", and if the last part is the index of a
+        # projection in a list, a block may have the same index.
         targets = sorted(names)
     else:
         targets = [target for target in targets if any(matches(name, target) for name in names)]
@@ -182,7 +183,7 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
         apply_lora(model, config)
         _fill_adapters(model, tensors, folder / WEIGHTS)
     except BaseException:
-        if plain:  # otherwise the model already had the adapters
+        if plain:  # otherwise the model already had adapters, and `apply_lora` has refused it
             remove_adapters(model)
             for parameter in trainable:
                 parameter.requires_grad_(True)
@@ -191,7 +192,10 @@ def load_adapter(model: Model, folder: str | os.PathLike[str]) -> Model:
 
 
 def _read_config(file: Path, model: CausalLM, tensors: Mapping[str, Tensor]) -> LoRAConfig:
-    """Read an adapter_config.json, and drop the targets that the model lacks. Raises ValueError like `load_adapter`."""
+    """Read an adapter_config.json. Targets that match nothing in the model are left out.
+
+    Raises ValueError as `load_adapter` does.
+    """
     # Raise an error for features that are not implemented.
     keys = read_json(file)
     if keys.get("peft_type") != "LORA" or keys.get("bias", "none") != "none":
@@ -226,7 +230,7 @@ def _read_config(file: Path, model: CausalLM, tensors: Mapping[str, Tensor]) -> 
     keys["target_parameters"] = tuple(name for name in parameters if not name.endswith(".weight"))
     if isinstance(targets, list):
         targets = [*targets, *linears]
-        # A list may contain names that this model does not have, because PEFT only requires that one name matches.
+        # A list may contain names that this model does not have: PEFT only requires that at least one name matches.
         layers = adaptable_layers(model).values()
         modules = [name.removesuffix(".weight") for _, expression in layers for name in expression.names()]
         modules += [name.partition(".lora_")[0] for name in tensors]
@@ -288,7 +292,7 @@ def _expert_tensors(stem: str, adapter: ExpertAdapter) -> dict[str, PeftTensor]:
 
     In the files, A is [X · r, in], and the rows of each expert are contiguous. B is [out, r · X]. Each run of X columns
     in B has one column per expert, in the order of the experts. The rows of B are in transformers' order. If A and B
-    are exchanged, the file stores the transposed B of each expert as A, and the transposed A as B. The product of the
+    are swapped, the file stores the transposed B of each expert as A, and the transposed A as B. The product of the
     two stored matrices is the transposed product of B and A.
     """
     (X, out, _), expression, name = adapter.lora_B.shape, adapter.expression, adapter.name
@@ -305,7 +309,8 @@ def _expert_tensors(stem: str, adapter: ExpertAdapter) -> dict[str, PeftTensor]:
                 lambda B: rearrange(B, "i (r x) -> x r i", x=X),
             ),
         }
-    # The parameter in transformers is [X, out, in] or [X, in, out]. In B, r takes the place of "in".
+    # The parameter in transformers is [X, out, in] or [X, in, out]. Accordingly, B is unpacked to [X, out, r] or
+    # [X, r, out]. A probe with in ≠ out shows which of the two cases it is.
     probe = expression.unpack(torch.empty(X, out, out + 2, device="meta"))[name]
     ours = "x o r" if probe.shape[1] == out else "x r o"
     return {

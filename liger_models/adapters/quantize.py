@@ -21,9 +21,9 @@ Model = TypeVar("Model", bound=CausalLM)
 def quantize_base(model: Model, device: torch.device | str | None = None, dtype: str = "nf4") -> Model:
     """Freeze the weights of linear layers and routed experts, and store them in 4 bits or in float8, in place.
 
-    If the model has adapters, only linear layers with adapters are quantized. Otherwise, all linear layers of the
-    blocks are quantized. Routed experts are always quantized, because they hold almost all weights of a model that has
-    them. The head and the embedding are not quantized. This function needs torchao.
+    Routed experts are always quantized, because they hold almost all weights of a model that has them. If the model has
+    adapters, linear layers are quantized only if they have adapters. Otherwise, all linear layers of the blocks are
+    quantized. The head and the embedding are not quantized. This function needs torchao.
 
     Args:
         model: a model with or without adapters; adapters may also be added later. After `apply_ep`, each rank quantizes
@@ -38,9 +38,9 @@ def quantize_base(model: Model, device: torch.device | str | None = None, dtype:
 
     Raises:
         ImportError: torchao is not installed.
-        ValueError: there is nothing to quantize, because only the head has an adapter or all layers belong to other
-            classes; weights are already quantized; ``dtype`` is unknown; the number of elements of a weight is not a
-            multiple of 64 (for "nf4"); or linear layers are sharded.
+        ValueError: there is nothing to quantize, because only the head has an adapter or the blocks have no plain
+            `nn.Linear`; weights are already quantized; ``dtype`` is unknown; the number of elements of a weight is not
+            a multiple of 64 (for "nf4"); or linear layers are sharded.
 
     Source: https://arxiv.org/abs/2305.14314 (NF4), https://arxiv.org/abs/2209.05433 (float8).
     """
@@ -112,6 +112,6 @@ def quantized_experts(model: nn.Module) -> list[Weight]:
 
 
 def quantized_bytes(weight: Weight, dtype: str) -> int:
-    """Return the number of bytes that a weight [O, C], or this rank's experts [X, O, C], takes as ``dtype``."""
+    """Return how many bytes a weight [O, C], or this rank's experts [X, O, C], takes when quantized to ``dtype``."""
     weight = local(weight) if isinstance(weight, Tensor) else weight
     return FORMATS[dtype].nbytes(weight.shape, weight.dtype)

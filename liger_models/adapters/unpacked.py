@@ -2,7 +2,7 @@
 
 PEFT finds modules by name and replaces them. PEFT does not know the names of packed projections, each of which holds
 several matrices. Each packed projection is therefore first split into one linear layer per matrix. The model keeps its
-blocks, its attention and its loss:
+blocks, its attention and its loss. The tree has the following structure:
 
     UnpackedModel                the tree, whose leaves are modules of the model
       model.layers.0.self_attn     Node
@@ -44,7 +44,7 @@ from liger_models.layers.lm_head import LigerLMHead
 
 
 def unpack_projections(model: nn.Module) -> "UnpackedModel":
-    """Split a model's packed projections in place, and return a tree in which modules have their names in transformers.
+    """Split a model's packed projections in place, and return a tree of modules with the names used by transformers.
 
     Call this function before PEFT: ``get_peft_model(unpack_projections(model), config)``. Each matrix becomes a
     separate linear layer (q_proj, k_proj, v_proj, gate_proj, up_proj), so fused ops that need packed weights are not
@@ -59,10 +59,11 @@ def unpack_projections(model: nn.Module) -> "UnpackedModel":
         its method ``save_pretrained`` writes a Hugging Face checkpoint.
 
     Raises:
-        ValueError: the model is sharded, has adapters, or has linear layers of another class.
+        ValueError: the model is sharded, has adapters, or has linear layers that are subclasses of `nn.Linear` from
+            other packages.
     """
     # There must be exactly one model of this package. It must not be sharded, and must have neither adapters nor linear
-    # layers of other classes.
+    # layers that another tool has wrapped or replaced.
     where = f"unpack_projections: {type(model).__name__}"
     if any(isinstance(module, (UnpackedModel, UnpackedLinear)) for module in model.modules()):
         raise ValueError(
@@ -87,7 +88,10 @@ def unpack_projections(model: nn.Module) -> "UnpackedModel":
 
 
 class UnpackedLMHead(Layer):
-    """A `LigerLMHead` that is not an `nn.Linear`. PEFT would replace an `nn.Linear` by a layer without the loss."""
+    """A head with the same forward as `LigerLMHead`, but without the base class `nn.Linear`.
+
+    PEFT would replace an `nn.Linear` by a layer that cannot compute the loss.
+    """
 
     forward = LigerLMHead.forward
     operands, product, with_bias = LigerLMHead.operands, LigerLMHead.product, LigerLMHead.with_bias
@@ -98,13 +102,13 @@ class UnpackedLMHead(Layer):
 
 
 class Node(nn.Module):
-    """An inner module of the tree.
+    """An inner module of the tree of modules that PEFT sees (see `UnpackedModel`).
 
     The leaves of the tree are modules of the model under other names. PEFT may replace leaves.
     """
 
     leaves: dict[str, tuple[nn.Module, str]]
-    """Maps the name of each leaf to (its owner in the model, its name in this owner)."""
+    """Maps the name of each leaf to a pair: the leaf's parent module in the model, and its name in this parent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +163,7 @@ class Node(nn.Module):
 class WrappedModel:
     """Holds the model whose modules are in the tree.
 
-    This class is not an `nn.Module`. Otherwise, each parameter would get a second name.
+    This class is not an `nn.Module`. Otherwise, each parameter of `UnpackedModel` would have two names.
     """
 
     inner: nn.Module
@@ -186,7 +190,7 @@ class UnpackedModel(Node):
     plain_names: set[str]
     """The names of all parameters of the tree before PEFT adds adapters."""
     said: set[str]
-    """Reasons why PEFT itself computes some layers. A warning has already named each of them; see `UnpackedLinear`."""
+    """Reasons why PEFT itself computes some layers. A warning has already been issued for each of these reasons."""
     adapter_configs: dict[str, Any] | None
     """Maps adapter names to PEFT configurations; None before the first adapter and after unloading."""
     checked: set[str]
@@ -277,8 +281,9 @@ class UnpackedModel(Node):
         tensors = expression.names()
         self.fixed.extend(tensor.removesuffix(".weight") for tensor in tensors)
 
-        # Users may expect "all-linear" to adapt linear layers and the experts' matrices [X, O, C]. Our patch embeddings
-        # are also linear layers, but their weights in the checkpoint belong to convolutions.
+        # `skipped` lists what users may expect "all-linear" to adapt: linear layers and the experts' matrices
+        # [X, O, C]. Patch embeddings are linear layers in this package, but convolutions in the checkpoint, so they are
+        # not listed.
         unpacked = expression.unpack(empty_on("meta", parameter))
         is_linear = isinstance(module, nn.Linear) and unpacked[tensors[0]].dim() == 2
         if is_linear or parameter.dim() == 3:
@@ -359,7 +364,7 @@ class UnpackedModel(Node):
     _before_forward.only_prepares = True  # type: ignore[attr-defined]  # see `run_preparing_hooks`
 
     def _warn_of_skipped(self, config: Any) -> None:
-        """If PEFT has adapted every linear layer of the tree, warn about the layers that are not in the tree."""
+        """If PEFT has adapted every linear layer of the tree, warn about linear layers and experts without adapters."""
         if self.skipped and not config.inference_mode and not any(type(leaf) is nn.Linear for leaf in self._leaves()):
             names = ", ".join(sorted(self.skipped))
             warnings.warn(
@@ -552,7 +557,7 @@ class UnpackedModel(Node):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the tree has no modules of PEFT."""
+        """Whether the tree has only the model's own modules, and no modules of PEFT."""
         return self._parameter_names() == self.plain_names
 
     def _check_plain(self) -> None:
@@ -572,7 +577,10 @@ class UnpackedModel(Node):
 
 
 def _layers_inside(module: nn.Module) -> list[str]:
-    """Return the paths of the layers in a module of `modules_to_save`; [] if the module also holds other parameters."""
+    """Return the paths of the layers in a module that PEFT has wrapped for its option ``modules_to_save``.
+
+    The result is empty if the module also has parameters outside of these layers.
+    """
     node = getattr(module, "original_module", None)
     if not isinstance(node, Node):
         return []

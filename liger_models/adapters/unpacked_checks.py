@@ -1,4 +1,4 @@
-"""Checks of PEFT configurations for an `UnpackedModel`, which reject settings that PEFT would silently ignore."""
+"""Checks that reject settings of a PEFT configuration that PEFT would silently ignore in an `UnpackedModel`."""
 
 from collections.abc import Sequence
 from typing import Any

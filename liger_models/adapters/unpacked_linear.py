@@ -1,7 +1,8 @@
 """A projection whose matrices are separate linear layers, which PEFT may adapt.
 
 The linear layers share the memory of one joined weight. A fused op can therefore read the weights of all linear layers
-as one matrix, and PEFT can read and write the weight of each layer::
+as one matrix, and PEFT can read and write the weight of each layer. For example, the joined weight of gate_up_proj has
+the same row order as the packed weight, but the joined weight of qkv_proj does not::
 
     gate_up_proj   rows of gate and up alternate; gate_proj.weight is rows 0, 2, 4, ... of the joined weight
     qkv_proj       all rows of q, then k, then v; the outputs are moved to the order of the packed rows
@@ -56,7 +57,9 @@ class CannotFuse(Exception):
 
 
 class RowOrder:
-    """The order of the rows in a packed weight, relative to their order in the joined matrices.
+    """The permutation of rows from the joined order to the packed order.
+
+    In the joined order, one matrix follows the other. The packed order is the order of rows in the packed weight.
 
     Args:
         rows: [O] int64. Row i of the joined matrices is row ``rows[i]`` of the packed weight.
@@ -130,15 +133,15 @@ class UnpackedLinear(Layer):
     """A projection from [C] to [O], with one linear layer per matrix of the checkpoint.
 
     Fused ops read its attributes `weight`, `bias`, `is_low_rank` and `low_rank`, which a `LoRALinear` also has. The
-    outputs of such an op are in the joined order, and `row_order` moves them to the packed order.
+    outputs of such an op are in the joined order, and `row_order` moves them to the packed order (see `RowOrder`).
 
     Args:
         packed: the projection.
         weight: the `Expression` that computes the projection's weight from the checkpoint's matrices.
         bias: the `Expression` that computes the projection's bias from the checkpoint's vectors; None if there is no
             bias.
-        said: reasons why PEFT itself computes some layers. A warning has already named each of them. All layers of the
-            model share this set.
+        said: reasons why PEFT itself computes some layers. A warning has already been issued for each of these reasons.
+            All layers of the model share this set.
     """
 
     def __init__(self, packed: nn.Linear, weight: Expression, bias: Expression | None, said: set[str]) -> None:
@@ -157,7 +160,7 @@ class UnpackedLinear(Layer):
             ends = torch.tensor([len(indices) for indices in rows], device="cpu").cumsum(0).tolist()
             slices = [slice(end - len(indices), end, 1) for end, indices in zip(ends, rows, strict=True)]
         self.slices: list[slice] = slices  # type: ignore[assignment]
-        """The slice of rows that each matrix has in the joined weight."""
+        """For each matrix, the slice of its rows in the joined weight."""
 
         # Make the matrices. If they are ordinary tensors, they are views of the joined weight.
         matrices = [*weight.unpack(packed.weight.detach()).values()]
@@ -186,7 +189,7 @@ class UnpackedLinear(Layer):
         return [getattr(layer, "base_layer", layer) for layer in layers]
 
     def _join(self) -> Tensor | None:
-        """Return the joined weight [O, C]. If the matrices have been moved, join them again.
+        """Return the joined weight [O, C]. If the matrices no longer share memory, join them again.
 
         The result is None if the matrices cannot share memory: their dtypes or devices differ, or one of them is not an
         ordinary tensor.
@@ -221,7 +224,7 @@ class UnpackedLinear(Layer):
 
     @property
     def weight(self) -> Tensor:
-        """The joined weight [O, C]."""
+        """The joined weight [O, C]; an empty tensor if the matrices cannot share memory."""
         joined = self._join()
         return torch.empty(0, device="cpu") if joined is None else joined
 
