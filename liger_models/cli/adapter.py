@@ -1,4 +1,4 @@
-"""`liger-models verify --adapter`: checks that every tensor of a LoRA adapter is trained, used and servable."""
+"""`liger-models verify --adapter`: checks that all tensors of a LoRA adapter are trained, used and read by servers."""
 
 import importlib
 import json
@@ -82,7 +82,7 @@ def verify_adapter(
             ],
         )
 
-    # Compare with PEFT on transformers, with the same adapter.
+    # Compare the logits with those of transformers' model to which PEFT has added the same adapter.
     different = _compare_with_peft(name, model, adapter, ids, logits)
     if isinstance(different, str):
         yield f"logits not compared with PEFT: {different}", []
@@ -172,7 +172,7 @@ def _compare_with_peft(name: str, model: CausalLM, adapter: Path, ids: Tensor, l
         return unknown
     auto = transformers.AutoModelForCausalLM if model.visual is None else transformers.AutoModelForImageTextToText
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # about features that no adapter of this package uses
+        warnings.simplefilter("ignore")  # the warnings are about features that no adapter of this package uses
         try:
             theirs = auto.from_pretrained(name, dtype=torch.float32, attn_implementation="eager").to(ids.device)
         except ImportError as error:  # a missing library for a quantized format

@@ -133,7 +133,7 @@ def list_command(as_json: AsJson = False) -> None:
     """List the supported architectures, with the checkpoints that each reads."""
     from liger_models.arch.auto import get_arch, list_model_types
 
-    # A module's docstring begins with the names of its checkpoints. They end at a colon or at the end of the paragraph.
+    # A module's docstring begins with the names of its checkpoints, which end at a colon or with the paragraph.
     families = []
     for name in list_model_types():
         model_class = get_arch(name)
@@ -398,8 +398,8 @@ def convert(
             f"OUTPUT must be another folder than MODEL with an adapter, got '{output}' for both. Merging replaces the "
             "weights for which the adapter was made, and a second time would add it again."
         )
-    # With an adapter, load in the target dtype, because adapters are merged in it. Otherwise, saving converts each
-    # tensor.
+    # With an adapter, load in the target dtype, because the adapter is merged in this dtype. Otherwise, saving converts
+    # each tensor.
     target = None if dtype == "auto" else _dtype(dtype)
     load_dtype = "auto" if adapter is None and gguf is None else dtype
     # Embedding models may have no head.

@@ -105,7 +105,7 @@ class Trace:
 
 
 BLOCK = ""
-"""Key of a whole block in `Trace.blocks`."""
+"""Key in `Trace.blocks` that stands for a block itself, not for one of its child modules."""
 
 
 def trace(theirs: Any, **inputs: Any) -> Trace:
@@ -115,13 +115,13 @@ def trace(theirs: Any, **inputs: Any) -> Trace:
         theirs: a causal language model, or a vision-language model.
         inputs: arguments of the model's forward.
     """
-    decoder = theirs.get_decoder()  # for a model with images, it may be a language model with a head
+    decoder = theirs.get_decoder()  # for a model with images, the result may be a language model with a head
     blocks = getattr(getattr(decoder, "model", decoder), "layers", [])
     recorded = Trace([{} for _ in blocks], torch.empty(0, device="cpu"), torch.empty(0, device="cpu"))
 
     def record(parts: dict[str, tuple[Tensor, Tensor]], name: str, _: Any, args: Any, options: Any, out: Any) -> None:
-        # Attention gets hidden_states as a keyword argument, and also returns its weights. Mixtures also return router
-        # logits.
+        # Attention layers get `hidden_states` as a keyword argument, and also return attention weights. Mixtures of
+        # experts also return router logits.
         x = args[0] if args else options.get("hidden_states", options.get("x"))
         y = out[0] if isinstance(out, tuple) else out
         if isinstance(x, Tensor) and isinstance(y, Tensor) and name not in parts:
@@ -144,13 +144,13 @@ def trace(theirs: Any, **inputs: Any) -> Trace:
 
 @dataclass
 class _Parts:
-    """Collects the relative error of each part of a model, in the order in which the parts run."""
+    """Collects the relative errors of a model's parts (such as norms, attention and MLPs) in the order of execution."""
 
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def add(self, path: str, part: str, ours: Tensor, theirs: Tensor) -> None:
         """Record the error of a part. If a part runs twice, only the first run counts."""
-        # Parts whose outputs have other sizes, such as packed projections, have no counterpart.
+        # If the outputs differ in size, as for packed projections, the part has no counterpart in transformers.
         if ours.numel() == theirs.numel():
             self.errors.setdefault(path, {}).setdefault(part, relative_error(ours, theirs.view_as(ours)))
 
@@ -203,7 +203,8 @@ def _corrected_block(
     path = f"layers.{index}"
     stream, end = theirs[BLOCK]
 
-    # A block takes and returns (output of the last branch, stream). None adds nothing to the stream.
+    # A block takes and returns (output of the last branch, stream). If the output is None, nothing is added to the
+    # stream.
     def replace_input(block: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         _, residual, *rest = args
         if index == 0:
@@ -248,7 +249,8 @@ def _corrected_branch(
     theirs: tuple[Tensor, Tensor],
     parts: _Parts,
 ) -> Callable[..., Any]:
-    """Return a function that runs a norm and its branch, records their errors, and returns transformers' output."""
+    """Return a function that runs a norm and the branch after it, records the errors of both, and returns the output
+    of the branch in transformers."""
     branch_input, branch_output = theirs
 
     def add_norm_and_run(norm: nn.Module | None, x: Tensor | None, residual: Tensor, *options: Any) -> Any:
@@ -263,8 +265,8 @@ def _corrected_branch(
 
 
 def first_difference(errors: Mapping[str, Mapping[str, float]], limit: float = PART_LIMIT) -> str:
-    """Return a text with the first path that has an error beyond ``limit``, and the errors of its parts; "" if no path
-    has such an error.
+    """Describe the first module that has an error above ``limit``: its path and the errors of its parts. If no error is
+    above ``limit``, the result is "".
 
     An example of a result is ``layers.0: input_layernorm 2.1e-08, self_attn 3.4e-01, ... (2 of 4 places differ)``.
     """
@@ -277,7 +279,7 @@ def first_difference(errors: Mapping[str, Mapping[str, float]], limit: float = P
 
 
 def where_it_differs(ours: CausalLM, theirs: Any, only_theirs: Mapping[str, Any] | None = None, **inputs: Any) -> str:
-    """Return `first_difference` between a model and transformers' model with the same weights, on the same batch.
+    """Describe where a model and transformers' model with the same weights first differ; see `first_difference`.
 
     Args:
         ours, theirs: the models.
@@ -309,7 +311,7 @@ class Verification:
 
     @property
     def same(self) -> bool:
-        """Whether neither tensors nor logits differ."""
+        """Whether tensors and logits are the same."""
         return not self.differences and (self.logits_error is None or self.logits_error <= LIMIT)
 
     def as_json(self) -> dict[str, Any]:
@@ -373,7 +375,7 @@ def verify_checkpoint(folder: Path, *, length: int, device: str, progress: bool)
         auto = transformers.AutoModelForCausalLM if empty.visual is None else transformers.AutoModelForImageTextToText
         try:
             theirs = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").to(device).eval()
-        except ImportError as error:  # the library of a quantized format
+        except ImportError as error:  # the library of a quantized format is missing
             result.not_compared = f"transformers can't load the checkpoint: {error}"
             return result
         recorded = trace(theirs, input_ids=ids)

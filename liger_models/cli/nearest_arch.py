@@ -40,9 +40,9 @@ class Nearest(NamedTuple):
     Attributes:
         model_class: the class that implements the architecture.
         unknown: keys of the new architecture's config that this architecture's config class does not have.
-        tensors: the differences between tensors, in the first block and outside of blocks.
-        parts: maps each part that has a wrong result, in the first block or outside of blocks, to its error. Parts are
-            compared only if no tensor differs.
+        tensors: the differences between the tensors of both models. Later blocks are left out.
+        parts: maps each part that has a wrong result to its error. Later blocks are left out. Parts are compared only
+            if no tensor differs.
         act: the new architecture's ``hidden_act`` if this architecture does not compute it; otherwise "".
     """
 
@@ -71,7 +71,7 @@ def module_of(model_class: type) -> Any:
 
 
 def arguments(config_class: Any) -> dict[str, Any]:
-    """Return the defaults in a transformers config class, as a dict from arguments to values."""
+    """Map each argument of a transformers config class that has a default to this default."""
     parameters = inspect.signature(config_class).parameters
     return {name: arg.default for name, arg in parameters.items() if arg.default is not inspect.Parameter.empty}
 
@@ -106,7 +106,7 @@ def nearest(theirs: Any, folder: Path) -> Nearest:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 candidates += _compared(name, model_class, hf, folder, recorded)
-        except ValueError:  # its config refuses these settings
+        except ValueError:  # the architecture's config class refuses these settings
             continue
     return min(candidates, key=lambda candidate: candidate.rank)
 
@@ -115,7 +115,7 @@ def _compared(
     name: str, model_class: type[CausalLM], hf: Mapping[str, Any], folder: Path, recorded: Trace
 ) -> list[Nearest]:
     """Compare an architecture with the model in a folder. Return a list with one `Nearest`; [] for vision models."""
-    # Build a model with all settings that the architecture has.
+    # Build this package's model with the new architecture's settings, as far as its config class has them.
     config_class: Any = model_class.config_class
     act = hf.get("hidden_act", "silu")
     known = act in config_class.activations
@@ -155,7 +155,7 @@ def copied_source(
         prefix: prefix of the names of the new architecture's classes.
         hf_class: name of the new architecture's class in transformers.
         config_class: the new architecture's config class in transformers. The copy gets the defaults of this class.
-        ignored: keys that the copied config class does not have.
+        ignored: keys of the new architecture's config.json that the copied config class does not have.
     """
     # Only names in the text are replaced, so that the module keeps its comments and layout.
     source = inspect.getsource(module_of(model_class))

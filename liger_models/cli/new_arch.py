@@ -74,7 +74,7 @@ def new_arch(name: str, config_file: Path, model: str | None = None) -> NewArch:
     hf = parse_json(config_file.read_bytes(), config_file)
     _check(name, hf)
     transformers = _transformers(name)
-    config = transformers.AutoConfig.for_model(**copy.deepcopy({**hf, "model_type": name}))  # it writes into dicts
+    config = transformers.AutoConfig.for_model(**copy.deepcopy({**hf, "model_type": name}))  # it changes nested dicts
     with torch.device("meta"):
         oracle = transformers.AutoModelForCausalLM.from_config(config)
     config_class, hf_class = type(config), type(oracle).__name__
@@ -95,7 +95,7 @@ def new_arch(name: str, config_file: Path, model: str | None = None) -> NewArch:
     unknown = sorted(own_keys({**small.to_dict(), **hf}, copied.model_class.config_class))
     source = copied_source(copied.model_class, name, prefix, hf_class, config_class, unknown)
 
-    # Collect the test data: config.json, and the shapes and frequencies at the released size.
+    # Collect the test data: config.json, and the released model's tensor shapes and rotary frequencies.
     shapes, ropes = _oracle(oracle)
     weights = [file for pattern in (WEIGHTS, SHARDS) for file in config_file.parent.glob(pattern)]
     notes = [f"IGNORED_KEYS has {', '.join(unknown)}: make fields of those that change the model."] if unknown else []
@@ -178,7 +178,7 @@ def _oracle(model: Any) -> tuple[dict[str, list[int]], dict[str, Any]]:
     ropes = {}
     for path, meta in model.named_modules():
         if hasattr(meta, "inv_freq") and hasattr(meta, "attention_scaling"):
-            # The frequencies must have values, so build the module again on the CPU.
+            # On the meta device, frequencies have no values, so build the module again on the CPU.
             rotary = type(meta)(model.config)
             ropes[path] = {
                 "class": type(rotary).__name__,
@@ -194,7 +194,7 @@ def _oracle(model: Any) -> tuple[dict[str, list[int]], dict[str, Any]]:
 
 
 def _tiny(hf: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
-    """Return the tiny configuration, and a variant of it for each setting with two possible values."""
+    """Return the tiny configuration and its variants, such as one for each setting that can be switched on or off."""
     theirs, specific = arguments(config_class), own_keys(hf, RMSNormDecoderConfig)
 
     # Use small sizes, no dropout, and the architecture's own settings.
@@ -223,7 +223,7 @@ def _tiny(hf: Mapping[str, Any], config_class: Any) -> dict[str, Any]:
             base["sliding_window"] = TINY["sliding_window"]
         base["num_hidden_layers"] = len(base["layer_types"])
 
-    # Add variants: the other value of each switch, and the settings that matter in every family.
+    # Add variants: the other value of each boolean setting, and the settings that matter in every family.
     tied = base["tie_word_embeddings"] = hf.get("tie_word_embeddings", theirs.get("tie_word_embeddings", False))
     switches = {key: value for key, value in base.items() if isinstance(value, bool) and key != "tie_word_embeddings"}
     rotated = {"layer_types": ["sliding_attention"] * base["num_hidden_layers"]} if types else {}

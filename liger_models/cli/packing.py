@@ -41,9 +41,9 @@ WIDTHS = (
 )  # fmt: skip
 """Fields of a language model's config that `_narrow` divides."""
 LARGEST = {"sliding_window": 48, "attention_chunk_size": 48, "vocab_size": 1024, "vocab_size_per_layer_input": 1024}
-"""Largest values in a reduced model. Windows must be shorter than the documents to have an effect."""
+"""Maps fields to their largest values in a reduced model. Windows must be shorter than documents to have an effect."""
 FITTING: dict[str, dict[str, Any]] = {"glm4v": {"partial_rotary_factor": 0.5}, "glm4v_moe": {"head_dim": 128}}
-"""Values from released checkpoints, for families whose default sizes are inconsistent, in transformers as well."""
+"""Values from released checkpoints, for families whose default sizes are inconsistent (also in transformers)."""
 
 
 class Check(NamedTuple):
@@ -71,8 +71,8 @@ def empty_default(model_type: str) -> CausalLM:
 def model_to_pack(name: str, empty: CausalLM, device: str, *, progress: bool) -> tuple[CausalLM, str]:
     """Load the model that is to be checked, or build a smaller one.
 
-    A checkpoint is loaded if its weights and their gradients fit into the free memory of the device. On the CPU, the
-    model is float32. On an accelerator, the model is bfloat16 if `deterministic_forward` supports it.
+    A checkpoint is loaded if its weights and their gradients fit into the free memory of the device. The model is
+    bfloat16 if it is on an accelerator and `deterministic_forward` supports it; otherwise, it is float32.
 
     Args:
         name: a folder, a name on the hub, or a model type, for which a smaller model is built.
@@ -167,7 +167,7 @@ def _build(model_class: type[CausalLM], config: Any, dtype: torch.dtype, device:
             # values.
             noise = torch.randn_like(parameter)
             parameter.copy_(noise / math.sqrt(parameter.shape[-1]) if parameter.dim() > 1 else parameter + 0.1 * noise)
-            if name.endswith("A_log"):  # the states of a new model would vanish within a few tokens
+            if name.endswith("A_log"):  # with the initial decay, states would vanish within a few tokens
                 parameter.sub_(4)
     model.visual = tower
     return model
@@ -186,7 +186,7 @@ def _narrow(config: Any, divisor: int) -> Any:
         if sizes.get(name):
             changes[name] = min(sizes[name], largest)
 
-    # Each token uses half of the experts. All groups of experts have the same size.
+    # Keep at most about twice as many experts as a token uses. All groups of experts have the same size.
     chosen = sizes.get("num_experts_per_tok") or sizes.get("top_k_experts") or 8
     groups = sizes.get("n_group") or 1
     for name in EXPERTS:
@@ -332,7 +332,8 @@ def _parameters(model: CausalLM, norms: dict[str, Tensor], limit: float) -> Chec
     for name, norm in norms.items():
         parameter = model.get_parameter(name)
         assert parameter.grad is not None
-        # For a gradient that is nearly 0, the difference is divided by a thousandth of the average gradient instead.
+        # Divide the difference by the gradient's norm or, if this norm is nearly 0, by a thousandth of the average norm
+        # of gradients of this size.
         least = 1e-3 * total * math.sqrt(parameter.numel() / elements)
         error = float(parameter.grad.float().norm()) / max(float(norm), least, 1e-30)
         if not error <= worst:  # NaN counts as the largest error

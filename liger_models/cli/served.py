@@ -1,4 +1,4 @@
-"""The rules of vLLM and SGLang for adapters, and a check that an adapter's folder follows these rules."""
+"""The rules of vLLM and SGLang for LoRA adapters, and a check that an adapter's folder follows these rules."""
 
 import difflib
 import json
@@ -16,7 +16,7 @@ TENSOR = re.compile(r"(?P<module>.+)\.lora_[AB]\.weight")
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """The rules of a server, taken from the source code of one version.
+    """The rules of an inference server for LoRA adapters, taken from the source code of one version.
 
     Attributes:
         name, version: name and version of the server's package.
@@ -27,8 +27,8 @@ class Server:
         patterns: strings that the server accepts for ``target_modules``; None if it accepts all.
         modules: last parts of the names of the modules that can have adapters; None if all linear layers can have
             adapters.
-        together: maps a module to modules that must also have adapters in the same layer, because the server stacks
-            them.
+        together: maps a module to other modules of the same layer that must also have adapters, because the server
+            stacks the adapters of these modules.
         rank: the largest rank that the server accepts by default.
         peft_experts: whether the server reads the tensors that PEFT writes for ``target_parameters``.
     """
