@@ -28,8 +28,8 @@ class AnswerEncoder(Encoder):
     """Encodes each record as two documents.
 
     For a pair, the two documents are the chosen and the rejected answer. For a labeled answer, the first document is
-    the answer, and the second document holds its label, which is 0 or 1. The document of an answer consists of the
-    prompt and the answer. The tokens of the prompt have no labels. In a pair, only the first document has the prompt's
+    the answer, and the second document holds its label, which is 0 or 1. The document of an answer holds the prompt
+    followed by the answer. The tokens of the prompt have no labels. In a pair, only the first document has the prompt's
     images.
     """
 
@@ -101,7 +101,7 @@ class AnswerRows(PackedRows):
         return self.kept[self._place(index)]
 
     def _place(self, index: int) -> int:
-        """Convert the index of an example in the epoch to its index among the kept examples."""
+        """Convert the index of an example in the epoch to its index in ``self.kept``."""
         if not 0 <= index < len(self):
             raise IndexError(f"{type(self).__name__}: index must be 0 to {len(self) - 1}, got {index}.")
         # The order of an epoch depends only on the seed and the epoch's number, so that any process can resume the
@@ -152,17 +152,17 @@ class AnswerRows(PackedRows):
 class AnswerDataset(PackedDataset):
     """Batches of answers for preference training: this rank's share of the examples, epoch after epoch.
 
-    An example is either a pair or a labeled answer. A pair has ``prompt``, ``chosen`` and ``rejected``. If there is no
-    ``prompt``, both ``chosen`` and ``rejected`` must begin with the prompt. A labeled answer has ``prompt``,
-    ``completion`` and ``label``. The values are texts or messages, as in TRL's trainers. If the model's processor is
-    passed, the messages of a prompt may have images, in the forms that `PackedDataset` accepts.
+    An example is either a pair or a labeled answer. A pair has ``prompt``, ``chosen`` and ``rejected``. The field
+    ``prompt`` may be missing if ``chosen`` and ``rejected`` are messages that begin with the prompt. A labeled answer
+    has ``prompt``, ``completion`` and ``label``. The values are texts or messages, as in TRL's trainers. If the model's
+    processor is passed, the messages of a prompt may have images, in the forms that `PackedDataset` accepts.
 
-    A batch holds the arguments of a forward. In a batch of pairs, the first rows are the chosen sequences, and the
-    other rows are the rejected sequences. All rows are padded on the right. Only answers have labels. Both sequences of
-    a pair have the pixels of the prompt. A batch of labeled answers also has ``preference_labels`` [rows] bool, and
-    mismatched rows under keys with the prefix ``kl_``. In a mismatched row, each prompt is followed by the answer to
-    the next prompt. The pixels of the prompts are the same, and are not repeated. KTO estimates its KL divergence from
-    the mismatched rows.
+    A batch holds the arguments of a model's forward. In a batch of pairs, the first rows are the chosen sequences, and
+    the other rows are the rejected sequences. All rows are padded on the right. Only answers have labels. Both
+    sequences of a pair have the pixels of the prompt. A batch of labeled answers also has ``preference_labels`` [rows]
+    bool, and mismatched rows under keys with the prefix ``kl_``. A mismatched row consists of a prompt and the answer
+    to the next prompt. The mismatched rows have the same prompts as the other rows, so the pixels are not repeated.
+    KTO estimates its KL divergence from the mismatched rows.
 
     A sequence is cut after ``length`` tokens or, if this would split an image, before this image. An example is left
     out if its prompt leaves no room for an answer. A warning reports how many examples are left out.

@@ -34,16 +34,16 @@ _NO_TARGETS = (
 class PackedDataset(IterableDataset[Batch]):
     """Yields this rank's share of packed rows, epoch after epoch. The batches hold the arguments of a model's forward.
 
-    A row contains whole documents and ends with padding, which has no labels. ``cu_seqlens`` contains the bounds of all
-    documents. The packing and the order of the rows depend only on the data, ``seed`` and the epoch. In each step, the
-    first ``batch_size`` rows go to rank 0, the next ``batch_size`` rows to rank 1, and so on. Therefore, each row goes
-    to exactly one rank, all ranks have the same number of batches, and a run may resume with another number of ranks.
-    The last step of an epoch is filled up with rows of padding.
+    A row contains whole documents, or pieces of documents that are longer than a row. It ends with padding, which has
+    no labels. ``cu_seqlens`` contains the bounds of all documents. The packing and the order of the rows depend only on
+    the data, ``seed`` and the epoch. In each step, the first ``batch_size`` rows go to rank 0, the next ``batch_size``
+    rows to rank 1, and so on. Therefore, each row goes to exactly one rank, all ranks have the same number of batches,
+    and a run may resume with another number of ranks. The last step of an epoch is filled up with rows of padding.
 
     If the source has a length, as files do, the constructor tokenizes the source into a cache that later runs reuse. In
     this case, every rank must call the constructor, and the first rank of each host tokenizes. An iterable without a
-    length is a stream. Each rank and each worker reads the whole stream and tokenizes `WINDOW` examples ahead. Only
-    these examples are shuffled.
+    length is a stream. Each rank and each worker reads the whole stream and tokenizes `WINDOW` examples at a time.
+    Examples are shuffled only within such a window.
 
     An iteration starts at the beginning of the epoch, or at the position that `load_state_dict` has set. When the
     iteration ends, the data set moves to the next epoch. If a training loop stops the iteration right after the last
@@ -186,7 +186,9 @@ class PackedDataset(IterableDataset[Batch]):
 
     @property
     def rows(self) -> PackedRows:
-        """All rows of the epoch, for samplers and engines that distribute rows themselves. `collate` makes batches.
+        """All rows of the epoch, for samplers and engines that distribute rows themselves.
+
+        `collate` joins rows into a batch.
 
         Raises:
             ValueError: the source is a stream.
@@ -204,7 +206,8 @@ class PackedDataset(IterableDataset[Batch]):
     def has_images(self) -> bool:
         """Whether any document has an image.
 
-        The documents of a stream are not known in advance, so for a stream, True means that some may have images.
+        The documents of a stream are not known in advance, so for a stream, True means that some documents may have
+        images.
         """
         if self._rows is None:
             return self.encoder.processor is not None
@@ -311,7 +314,7 @@ class PackedDataset(IterableDataset[Batch]):
                 self._rows.plan(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and the position, counted over all ranks.
+        """Return the epoch and the position in the data, counted over all ranks.
 
         After the same number of batches, every rank returns the same state.
         """
@@ -333,8 +336,8 @@ class PackedDataset(IterableDataset[Batch]):
             )
         self.set_epoch(state["epoch"])
         self._follow(state)
-        # The number of steps since the start of the iteration determines whose turn it is. A worker therefore keeps the
-        # start that it already has.
+        # The number of steps since the start of the iteration determines which worker makes the next rows. A worker
+        # therefore keeps the start that it already has.
         if get_worker_info() is None:
             self._start = self._row
         self._loaded = True
@@ -388,7 +391,7 @@ class PackedDataset(IterableDataset[Batch]):
 
     def _rewind(self) -> None:
         self._start = self._row = 0  # the numbers of rows that all ranks took before this iteration, and until now
-        self._read = self._first = 0  # for a stream: number of records before the window, and number of its first row
+        self._read = self._first = 0  # for a stream: the numbers of records and of rows before the current window
 
     def _position(self) -> dict[str, int]:
         position = {"start": self._start, "row": self._row, "read": self._read, "first": self._first}
@@ -414,7 +417,7 @@ class PackedDataset(IterableDataset[Batch]):
             )
 
     def _stream(self) -> Iterator[list[Piece]]:
-        """From the current position on, yield the pieces of each row of a stream. Advances `_read` and `_first`."""
+        """Yield the pieces of each row of a stream, starting at the current position. Advances `_read` and `_first`."""
         if hasattr(self.source, "set_epoch"):
             self.source.set_epoch(self.epoch)
         records = read_records(self.source, self.encoder.fields)
@@ -456,7 +459,7 @@ class PackedDataset(IterableDataset[Batch]):
             )
 
     def _split(self, document: Document) -> list[Piece]:
-        """Return the pieces of a document of a stream."""
+        """Divide a document into pieces that fit into a row. Return the token ids and the images of each piece."""
         ids = torch.tensor(document.ids, dtype=torch.int32, device="cpu")
         if document.media and len(ids) > self.length:
             # A row must contain whole images, so truncate the document before an image that does not fit.

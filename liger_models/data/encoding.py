@@ -22,7 +22,7 @@ from liger_models.text.templates import THOUGHTS
 from liger_models.text.tokenizer import Tokenizer
 
 READING = 7
-"""Part of the name of a token cache. This number increases whenever examples are read in a different way."""
+"""Version of the way in which examples are read. The name of a token cache is a digest that depends on it."""
 FIELDS = ("messages", "text", "input_ids")
 GROUP, GROUP_CHARACTERS = 1024, 1 << 22
 """Examples are tokenized in groups, on all cores. A group is full at this number of examples or characters."""
@@ -32,7 +32,7 @@ WINDOW_CHARACTERS, OVERLAP_CHARACTERS = 1 << 18, 1 << 12
 Tokenizers need over 100 bytes of memory per character.
 """
 MEDIA = ("image", "video", "audio")
-"""Words in the names of special tokens and in the types of message parts that stand for media instead of text."""
+"""A special token or a part of a message stands for media if its name or type contains one of these words."""
 
 ON_UNRENDERED = ("error", "warn", "drop")
 """What may happen to an example if the chat template leaves out one of its fields."""
@@ -371,7 +371,7 @@ class Encoder:
             yield self._with_media(ids, item) if item.media else Document(ids)
 
     def _with_media(self, ids: "array[int]", text: Text) -> Document:
-        """Convert a text, which may have images, to a document. Image tokens get no labels."""
+        """Convert a text and its token ids to a document with the images of the text. Image tokens get no labels."""
         media = self.media.locate(text.where, ids, text.media, text.counts)
         return Document(array("i", (~token if token in self.media.token_ids else token for token in ids)), media)
 
@@ -390,7 +390,7 @@ class Encoder:
         encode: Any = backend.encode_batch_fast if spans is None else backend.encode_batch
         before, after = self._special_tokens() if spans is None else ([], [])
         joined = array("i", before)
-        ids: list[int] = []  # the ids of the last window after the point where it was joined
+        ids: list[int] = []  # the ids of the last window that are not in `joined` yet
         offsets: list[Span] = []
 
         # Several windows are tokenized at the same time, on all cores, and then joined one after another.
@@ -710,7 +710,7 @@ def _read_calls(where: str, number: int, calls: Any) -> list[Any]:
 
 
 def _with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call with an object as its arguments: missing arguments become {}, and a JSON text is parsed."""
+    """Return a tool call whose arguments are an object: missing arguments become {}, and a JSON text is parsed."""
     function = {key: value for key, value in function.items() if value is not None}
     arguments = function.get("arguments")
     if arguments is None and "name" in function and "parameters" not in function:
@@ -740,8 +740,10 @@ def is_empty(value: Any) -> bool:
 
 
 def _masked(ids: Sequence[int], offsets: Sequence[Span], spans: Sequence[Span] | None) -> "array[int]":
-    """Return token ids in the form of a `TokenFile`. Only tokens in ``spans`` get labels. If ``spans`` is None, all
-    tokens get labels."""
+    """Return token ids, with ``~id`` for each token outside of ``spans``, which gets no label.
+
+    If ``spans`` is None, all tokens get labels.
+    """
     if spans is None:
         return array("i", ids)
     learned = answer_mask(offsets, spans)

@@ -72,7 +72,7 @@ def _from_sharegpt(where: str, record: Columns, chat: bool) -> Columns:
             f"{where}: conversations must be a list of turns with from and value, got {str(turns)[:60]!r}. Correct it."
         )
 
-    # A turn becomes a message. A tool call is a separate turn and becomes a message by the assistant.
+    # Each turn becomes a message. A tool call, which has a turn of its own, becomes a message of the assistant.
     messages: list[dict[str, Any]] = []
     for number, turn in enumerate(turns, 1):
         speaker, content = (_first(turn, names) for names in ("from|role", "value|content"))
@@ -140,7 +140,7 @@ def _from_preference(where: str, record: Columns, chat: bool) -> Columns:
         pair[name] = answer
     have_texts = all(isinstance(pair[name], str) for name in ANSWERS)
 
-    # The prompt may be given by the columns of ShareGPT or Alpaca.
+    # The prompt may be in the columns of ShareGPT or Alpaca.
     if "prompt" not in pair and _first(record, "conversations|conversation") is not None:
         pair["prompt"] = _from_sharegpt(where, record, chat)["messages"]
     elif "prompt" not in pair and have_texts and _first(record, "instruction|question") is not None:
@@ -149,7 +149,7 @@ def _from_preference(where: str, record: Columns, chat: bool) -> Columns:
             pair |= {"prompt": example["prompt"], name: example["completion"]}
         return pair
 
-    # The prompt is a text, and the answers are messages that may begin with this prompt.
+    # First case: the prompt is a text, and the answers are messages, which may begin with this prompt.
     prompt, answers = pair.get("prompt"), [pair[name] for name in ANSWERS]
     have_messages = all(isinstance(answer, list) and answer and isinstance(answer[0], Mapping) for answer in answers)
     if isinstance(prompt, str) and have_messages:
@@ -157,7 +157,7 @@ def _from_preference(where: str, record: Columns, chat: bool) -> Columns:
             pair["prompt"] = [{"role": "user", "content": prompt}]
         elif any(message.get("content") == prompt for message in answers[0][: shared_prefix(*answers)]):
             del pair["prompt"]
-    # The prompt consists of messages, and the answers are texts, or messages that begin with the complete prompt.
+    # Second case: the prompt consists of messages, and the answers are texts, or messages that begin with the prompt.
     elif isinstance(prompt, list) and have_texts:
         pair |= {name: [{"role": "assistant", "content": pair[name]}] for name in ANSWERS}
     elif isinstance(prompt, list) and have_messages and all(answer[: len(prompt)] == prompt for answer in answers):
@@ -191,8 +191,8 @@ def _whole_prompt(where: str, record: Columns, prompt: Any) -> Any:
     """Return a prompt that includes the text of the column ``system``.
 
     Raises:
-        ValueError: the text cannot be added to the prompt, or the prompt lacks the text of column ``input`` or
-            ``context``.
+        ValueError: the text of ``system`` cannot be added to the prompt, or the prompt lacks the text of the column
+            ``input`` or ``context``.
     """
     # If there is an instruction or a question, `input` and `context` belong to it, and are already part of the prompt.
     given = {} if _first(record, "instruction|question") else _only(record, "input", "context")
@@ -241,7 +241,7 @@ def _first(columns: Columns, names: str) -> Any:
 
 
 def _first_text(where: str, columns: Columns, names: str) -> Any:
-    """Return the first value found in several columns; None if no column has a value."""
+    """Return the first value in the columns ``names`` (joined by "|"), which must be a text; None if there is none."""
     name = next((name for name in names.split("|") if columns.get(name) is not None), names)
     value = columns.get(name)
     if value is not None and not isinstance(value, str):
@@ -291,7 +291,7 @@ FORMATS = {
 """The formats, in the order in which they are compared with a record."""
 _COLUMNS = {column for format in FORMATS.values() for column in format.names}
 DOCUMENTS = ("chat", "sharegpt", "prompt-completion", "alpaca", "question-answer", "text", "input_ids")
-"""The formats whose records become documents."""
+"""The formats of examples for supervised fine-tuning and pretraining. Their records become documents of packed rows."""
 
 
 class Formats:

@@ -15,7 +15,9 @@ from liger_models.data.dataset import PackedDataset
 
 
 class PackedLoader(DataLoader[Batch]):
-    """A DataLoader whose state counts only the batches that were taken from it, not batches that workers prepare ahead.
+    """A `DataLoader` whose saved position counts only the batches that the training loop has taken.
+
+    Batches that workers have prepared ahead do not count.
 
     Args:
         data: the data set. The loader starts at the data set's position. The position advances when a batch is taken.

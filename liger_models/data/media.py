@@ -80,7 +80,7 @@ class FileState(NamedTuple):
 
 
 class MediaSource(NamedTuple):
-    """A reference to an image or a video, as an example contains it.
+    """A reference to an image or a video in an example.
 
     Attributes:
         kind: "image" or "video"; "" for a message part that is neither.
@@ -119,7 +119,7 @@ class Medium:
         Args:
             where: location of the example. If the location has a ``folder``, relative paths start from it.
             source: any source that `locate_image` takes.
-            settings: the settings of this image or video.
+            settings: the settings of this image or video; see `MediaSource`.
             sampled: the function that chooses the frames of a video; None for an image.
 
         Raises:
@@ -201,7 +201,7 @@ class Medium:
 
 
 def _video_size(file: Any, settings: Mapping[str, Any], sampled: Sampled) -> MediaSize:
-    """Read a video's header, and return the size of the frames and the numbers of the sampled frames."""
+    """Read a video's header, and return the size of the frames and the indices of the sampled frames."""
     if not isinstance(file, Path | bytes):
         raise ValueError("an image. Pass images as images.")
     # Compute the rate of the sampled frames. From this rate, the model computes the times of the frames.
@@ -241,7 +241,7 @@ class MediaReader:
         return columns
 
     def sources_in_text(self, where: str, text: str, columns: Columns) -> list[MediaSource]:
-        """Return the images for the model's placeholders in a text, in order.
+        """Return the image that each of the model's placeholders in a text stands for, in order.
 
         Raises:
             ValueError: the number of placeholders differs from the number of images.
@@ -273,8 +273,8 @@ class MediaReader:
             The messages, whose images are now parts ``{"type": "image"}``, and the images in order.
 
         Raises:
-            ValueError: the messages do not have one place for each image in the columns, or a part has a size that
-                the model does not take.
+            ValueError: the messages do not have one place for each image in the columns, or a part sets a size in a
+                way that the model does not support.
         """
         placed: list[dict[str, Any]] = []
         sources: list[MediaSource] = []
@@ -318,7 +318,8 @@ class MediaReader:
         if kind not in kinds:
             return MediaSource("")
 
-        # A part may have its own settings. A size that the model does not take is an error.
+        # A part may have its own settings. If it sets a size in a way that the model does not support, this is an
+        # error.
         takes_bounds = self.processor is not None and self.processor.takes_bounds
         names = ("fps",) if kind == "video" else BOUNDS if takes_bounds else ()
         settings = {name: present[name] for name in names if name in present}
@@ -375,7 +376,7 @@ class MediaReader:
         return text, None if spans is None else moved, [count for _, count in written]
 
     def locate(self, where: str, ids: Sequence[int], media: Sequence[Medium], counts: Sequence[int]) -> list[Medium]:
-        """For each image of a document, set the positions of its first and last tokens.
+        """Return the images of a document with their positions: the attributes ``first`` and ``end`` of `Medium`.
 
         Args:
             where: location of the example, for error messages.
@@ -401,7 +402,9 @@ class MediaReader:
 
 
 def take(where: str, kinds: Sequence[str], columns: Columns) -> list[Any]:
-    """Assign images to the places in an example. Each place gets the next image from the column of its kind.
+    """Assign images to the places where an example refers to them.
+
+    Each place gets the next image from the column of its kind.
 
     Args:
         where: location of the example, for error messages.
@@ -424,7 +427,7 @@ def take(where: str, kinds: Sequence[str], columns: Columns) -> list[Any]:
 
 
 def _split_marks(text: str, columns: Columns) -> list[dict[str, Any]]:
-    """Split a text into parts. ``<image>`` becomes a part of type "image" if there is a column with images."""
+    """Split a text into message parts. Each ``<image>`` becomes a part of type "image" if a column has images."""
     kinds = [kind for kind, column in columns.items() if column]
     parts: list[dict[str, Any]] = []
     for position, piece in enumerate(re.split(f"<({'|'.join(kinds)})>", text)):

@@ -75,8 +75,8 @@ class MixedRows(PackedRows):
         """For each row of the epoch, return its part and its index in this part, as two tensors [rows] int64."""
         parts, rows = [], []
         for number, (part, count) in enumerate(zip(self.parts, self.counts, strict=True)):
-            # A cycle uses each row of the part once. Rows are counted through all cycles: this epoch takes the rows
-            # from `first` to `last`.
+            # A cycle uses each row of the part once. Rows are numbered consecutively over all cycles, and this epoch
+            # takes the rows from `first` to `last`.
             size, first, last = len(part), self.epoch * count, (self.epoch + 1) * count
             cycles = [self._order(size, number, cycle) for cycle in range(first // size, -(-last // size))]
             skipped = first // size * size  # rows of the cycles before

@@ -21,9 +21,7 @@ WINDOW = 4096
 
 
 def split_documents(sizes: Tensor, length: int, overflow: str, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Split documents into pieces. The documents are stored one after another.
-
-    Returns the index of the first token and the size of each piece.
+    """Split documents, which are stored one after another, into pieces of at most ``length`` tokens.
 
     Args:
         sizes: [n] int64, the number of tokens of each document, at least 1.
@@ -32,7 +30,8 @@ def split_documents(sizes: Tensor, length: int, overflow: str, kept: Tensor | No
         kept: [n] int64, how many tokens of each document are used. A document with 0 used tokens has no piece.
 
     Returns:
-        Two tensors [pieces] int64. The index of a first token is relative to the first token of the first document.
+        Two tensors [pieces] int64: the index of each piece's first token, counted from the first token of the first
+        document, and the size of each piece.
     """
     starts = sizes.cumsum(0) - sizes
     if kept is not None:
@@ -113,7 +112,7 @@ def has_target(piece: Tensor) -> bool:
     """Return whether a piece of a document has a target: a labeled token after the piece's first token.
 
     Args:
-        piece: [n] int32, token ids in the form of a `TokenFile`.
+        piece: [n] int32, token ids, with ``~id`` for a token without a label.
     """
     return bool((piece[1:] >= 0).any())
 

@@ -28,9 +28,9 @@ GROUP = 256
 QUERY = ("query", "anchor", "question", "sentence1")
 DOCUMENT = ("positive", "pos", "document", "passage", "answer", "sentence2")
 SCORE = ("score", "label", "similarity_score")
-"""Possible names of the columns with an example's query, with its document, and with the score of the two."""
+"""Possible names of three columns: the query of an example, its document, and the score of query and document."""
 HEAD = 4
-"""Number of integers before the scores in an example's first document. This document describes the example."""
+"""Number of integers before the scores in the header of an example; see `PairEncoder`."""
 
 
 class Pair(NamedTuple):
@@ -48,7 +48,10 @@ class Pair(NamedTuple):
 
 
 class TextMaker(Protocol):
-    """Creates the texts of examples, as token ids. Two objects with equal fields create the same texts."""
+    """Turns each `Pair` into the texts that the model reads, as token ids.
+
+    Two objects with equal fields create the same texts.
+    """
 
     by_document: bool
     """Whether an example has one text per document, with a score. Otherwise, it has one text for the query and one for
@@ -56,7 +59,7 @@ class TextMaker(Protocol):
     """
 
     def __call__(self, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> list[list[Tensor]]:
-        """Return the token ids of the texts of each example, [n] int32 each."""
+        """Return, for each pair, the token ids of its texts, [n] int32 each."""
 
 
 def read_pair(where: str, record: Mapping[str, Any], format: str) -> Pair:
@@ -117,10 +120,10 @@ def key_of(content: bytes) -> int:
 
 
 class PairEncoder(Encoder):
-    """Encodes each record as a document that describes the record, followed by one document per text.
+    """Encodes each record as a header, followed by the token ids of each of its texts.
 
-    The document that describes the record contains four things: the number of texts, whether the texts have scores, the
-    64-bit checksum of the query as two integers, and the bits of the scores.
+    The header and each text are stored as one `Document` each. The header contains four things: the number of texts,
+    the number of scores, the 64-bit checksum of the query as two integers, and the bits of the scores.
     """
 
     texts: TextMaker
@@ -156,7 +159,7 @@ class PairRows(AnswerRows):
     """
 
     def _with_answers(self) -> list[int]:
-        """Return the indices of all examples, and store where the documents of each example begin."""
+        """Return the indices of all examples, and store the position of each example's header in ``firsts``."""
         self.firsts, ends, ids = list[int](), self.tokens.ends.tolist(), self.tokens.ids
         first = 0
         while first < len(ends):
@@ -177,7 +180,7 @@ class PairRows(AnswerRows):
         }
 
     def scores(self, number: int) -> Tensor:
-        """Return the scores of an example, given its index in the source, [n] fp32."""
+        """Return the scores, [n] fp32, of the example with the index ``number`` in the source."""
         return self._document(self.firsts[number])[HEAD:].clone().view(torch.float32)
 
     @property

@@ -20,7 +20,10 @@ WORKERS = 256
 """The number of counters for broken images and videos. Up to this number, each worker has its own counter."""
 
 Piece = tuple[Tensor, Sequence[Medium]]
-"""The token ids of a piece of a document, [n] int32 in the form of a `TokenFile`, and the images of the piece."""
+"""The token ids of a piece of a document, [n] int32, and the images of the piece.
+
+The token ids have the form of a `TokenFile`: ``~id`` stands for a token without a label.
+"""
 
 
 class RowMaker:

@@ -59,7 +59,7 @@ def preference_batch(
         pairs: a list of examples, or columns by name, in one of these forms:
 
             - ``prompt``, ``chosen`` and ``rejected`` as texts. Prompt and answer are tokenized as one text, with the
-              tokenizer's special tokens and the end token. A token that spans both belongs to the answer.
+              tokenizer's special tokens and the end token. A token with characters of both belongs to the answer.
             - The same columns as lists of messages for the chat template, optionally with ``tools`` and
               ``chat_template_kwargs``. Without ``prompt``, the messages with which both answers begin are the prompt.
               A message of an answer cannot have ``weight`` 0.

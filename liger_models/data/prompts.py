@@ -33,7 +33,8 @@ from liger_models.text.tokenizer import Tokenizer
 class PromptRows(AnswerRows):
     """The prompts of an epoch, in order.
 
-    All prompts are kept in memory. Each prompt has its record, token ids and pixels.
+    All prompts are kept in memory. A row is a dict: ``example`` is the record of the prompt, ``ids`` are its token ids,
+    and ``pixels`` are the inputs for its images.
     """
 
     records: list[Any]

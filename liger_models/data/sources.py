@@ -54,7 +54,7 @@ def find_files(source: Any) -> Any:
 
     Raises:
         FileNotFoundError: a path does not exist, or a folder contains no file with a known suffix.
-        ValueError: a file has another suffix, or the source cannot be iterated.
+        ValueError: a file has an unknown suffix, or the source cannot be iterated.
     """
     if isinstance(source, Mapping):
         raise ValueError(

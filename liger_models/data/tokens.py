@@ -32,7 +32,7 @@ from liger_models.data.sources import Record, read_records, to_plain
 from liger_models.distributed.ranks import is_distributed, long_work, raise_on_all_ranks, rank
 
 FORMAT = 8
-"""Version of the `TokenFile` format, including how it encodes examples. Each folder's name contains the version."""
+"""Version of the `TokenFile` format. The name of a token cache is a digest that depends on this version."""
 TEMPORARY, PARTS, LOCK = ".tmp", ".parts", ".lock"
 """Suffixes of three paths: a folder that is being written, a folder with parts, and the file locked during writing."""
 PART = "part.json"
@@ -335,7 +335,7 @@ def _build(folder: Path, source: Any, encoder: Encoder, progress: bool) -> None:
                 _join_parts(parts, folder, named)
         except ValueError as error:
             if not isinstance(error, BrokenMediaError):
-                shutil.rmtree(parts, ignore_errors=True)  # corrected data count as another source
+                shutil.rmtree(parts, ignore_errors=True)  # once the data are corrected, their folder has another name
             raise
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -459,7 +459,7 @@ def _remove_leftovers(cache: Path) -> None:
     for lock in cache.glob(f".*{LOCK}"):
         # If another process holds the lock, a TimeoutError is raised, which is an OSError.
         with contextlib.suppress(OSError), WeakFileLock(lock, timeout=0.1):
-            shutil.rmtree(lock.with_suffix(TEMPORARY), ignore_errors=True)  # of version 0.1.0
+            shutil.rmtree(lock.with_suffix(TEMPORARY), ignore_errors=True)  # left by version 0.1.0
             parts = lock.with_suffix(PARTS)
             if parts.is_dir() and time.time() - parts.stat().st_mtime > KEPT_SECONDS:
                 shutil.rmtree(parts, ignore_errors=True)
