@@ -82,7 +82,10 @@ def _multiplies_in_float8(linear: nn.Linear) -> bool:
 
 
 def head_outputs(head: LigerLMHead, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the product of hidden states [B, C] and the head's weight, [B, V], and the resulting logits in fp32."""
+    """Return the product of hidden states [B, C] and the head's weight, [B, V], and the logits [B, V] in fp32.
+
+    The logits are the product after the head's scale and softcap.
+    """
     x, weight = head.operands(hidden)
     raw = logits_buffer(x, len(weight), len(x))  # [B, V]
     write_logits(x, weight, None, raw)

@@ -54,15 +54,15 @@ class DraftBlock(Protocol):
         """Return inputs of the head, [B, T, C], from which the head predicts the token two positions after each token.
 
         Args:
-            hidden: [B, T, C], the inputs of the model's head. From the input at a token, the head chose the next token.
-            ahead: [B, T, C], for each token, the embedding of the next token.
+            hidden: [B, T, C], the inputs of the model's head, from which the head predicts the next token.
+            ahead: [B, T, C], the embedding of each token's next token.
             layout: layout of the batch, with a cache to which the block appends.
         """
 
     def draft(self, hidden: Tensor, tokens: Tensor, layout: BatchLayout) -> Tensor:
-        """Like `predict`, but without gradients, and with token ids instead of embeddings.
+        """Compute the same as `predict`, but without gradients and from token ids instead of embeddings.
 
-        ``tokens`` [B, T] int64 are the next tokens.
+        ``tokens`` [B, T] int64 holds the next token of each token.
         """
 
     def modules(self) -> Any:
@@ -87,7 +87,7 @@ class Round(NamedTuple):
 
 
 class DraftRound:
-    """A round for all rows of a `PagePool`.
+    """A round of speculative decoding for all rows of a `PagePool`.
 
     Like a `DecodeStep`, a round is captured as a CUDA graph on its second call.
 
@@ -153,9 +153,9 @@ class DraftRound:
     def resume(self, tokens: Tensor, counts: Tensor, seeds: Tensor, stops: Tensor) -> None:
         """Prepare a series of rounds. Call `PagePool.resume` first.
 
-        Each slot keeps its drafts from the last round. If a slot now holds another row, the old drafts are unlikely to
-        be accepted. New tokens still follow the model's distribution, because the next round verifies the old drafts
-        like all others.
+        Each slot of the pool keeps its drafts from the last round. If a slot now holds another row, the old drafts are
+        unlikely to be accepted. New tokens still follow the model's distribution, because the next round verifies the
+        old drafts like all others.
 
         Args:
             tokens: [rows] int64, the last token of each row.

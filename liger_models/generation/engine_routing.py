@@ -68,8 +68,8 @@ def read_routing(
             padding, this row is dropped.
         num_tokens: number of tokens in prompt and completion.
         start: number of tokens at the beginning that the payload omits.
-        earlier: [start or more, L, K], the result of this function for the previous turn. It provides the experts of
-            the tokens that the payload omits.
+        earlier: [start or more, L, K], the result of this function for the previous turn. This result provides the
+            experts of the tokens that the payload omits.
         missing: what to do if a token other than the last has no row, or a row without K different experts. "error"
             raises an error, and "router" lets the router choose experts for this token.
 
@@ -121,7 +121,7 @@ def read_routing(
 
 
 def select_routing(model: Decoder, experts: Tensor) -> Tensor:
-    """Drop the entries of blocks without routed experts. If a token lacks K different experts in a layer, set −1 there.
+    """Drop the entries of blocks without routed experts. Set −1 wherever a token lacks K different experts in a layer.
 
     Args:
         model: a model with H blocks, L layers with routed experts and K experts for each token.
@@ -193,7 +193,7 @@ def encode_routing(model: Decoder, experts: Tensor, engine: Literal["vllm", "sgl
         engine: "vllm" for a .npy file in base64, "sglang" for int32 in base64.
 
     Raises:
-        ValueError: ``engine`` has another value; see also `routing_rows`.
+        ValueError: ``engine`` is neither "vllm" nor "sglang"; see also `routing_rows`.
     """
     if engine not in ("vllm", "sglang"):
         raise ValueError(f"encode_routing: engine must be 'vllm' or 'sglang', got {engine!r}.")

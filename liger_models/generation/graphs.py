@@ -361,7 +361,7 @@ class DecodeStep:
 
 @contextmanager
 def borrow_step(model: Decoder, state: ModelState, B: int, tokens: int) -> Iterator[DecodeStep]:
-    """Context manager that yields a step for B rows of up to ``tokens`` tokens each.
+    """Context manager that yields a `DecodeStep` for B rows of up to ``tokens`` tokens each.
 
     The step is the smallest kept step that is large enough. If there is no such step, a new one is made.
 
@@ -436,7 +436,7 @@ def can_capture(model: Decoder, state: ModelState | None = None) -> bool:
 
 
 def rounded_rows(B: int) -> int:
-    """Round the number of rows, B, up to the number of rows that a step has."""
+    """Return how many rows the step for B rows has: B rounded up to a power of two or a multiple of `EVERY_BATCH`."""
     return 1 << (B - 1).bit_length() if B <= EVERY_BATCH else -(-B // EVERY_BATCH) * EVERY_BATCH
 
 

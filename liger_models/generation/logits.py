@@ -117,7 +117,7 @@ def paged_state(model: Decoder) -> ModelState | None:
     """Return the state of a model that can decode with a `PagedCache`; None for other models.
 
     To decode with a `PagedCache`, the model must be on one of `PAGED_DEVICES`, all its attention layers must support
-    pages, and no module may be compiled.
+    paged caches, and no module may be compiled.
     """
     if model.device.type not in PAGED_DEVICES:
         return None

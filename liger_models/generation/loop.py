@@ -217,7 +217,8 @@ def run_steps(
     if mask is not None:
         mask = nn.functional.pad(mask, (0, settings.max_new_tokens), value=1)
 
-    # Steps that are launched but not read yet. Each has a function that waits until the step can be read.
+    # Steps that are launched but not yielded yet. The function of a step waits for the step, and returns whether all
+    # rows have ended.
     modules = modules_of(model)
     computed: deque[tuple[Step, Callable[[], bool]]] = deque()
 

@@ -1,8 +1,8 @@
 """The state of a model: everything that a captured forward depends on, except the values of tensors.
 
-Every call of `generate` asks for the state of its model before it launches anything. Computing the description of a
-model takes about a millisecond, so it is computed again only if the address of one of the model's attributes has
-changed.
+Every call of `generate` asks for the state of its model before it launches anything. The function `describe`, which
+computes the state, takes about a millisecond. It is called again only if the address of one of the model's attributes
+has changed.
 """
 
 from collections.abc import Hashable
@@ -44,7 +44,7 @@ def state_of(model: Decoder) -> "ModelState":
 
 
 class ModelState:
-    """The state of a model, with the kinds of steps that have run in this state.
+    """The state of a model, with a record of the decoding steps that have run in this state.
 
     Args:
         model: the model. The state keeps no reference to it.
@@ -58,7 +58,7 @@ class ModelState:
         specs = [layer.attention for layer in layers_of(model.layers)]
         compiled = any(map(is_compiled, modules))
         self.takes_pages = not compiled and all(spec is None or spec.takes_pages for spec in specs)
-        """Whether all attention layers support pages, and no module is compiled."""
+        """Whether all attention layers support paged caches, and no module is compiled."""
 
         # A hook would run only once, during the capture, and a compiled module may launch kernels in other ways.
         tensor, self.is_distributed = model.groups.tensor, model.groups != ParallelGroups()
@@ -72,10 +72,10 @@ class ModelState:
             and model.groups == ParallelGroups(tensor=tensor)
             and (tensor is not None or not any(map(is_sharded, parameters)))
         )
-        """Whether a forward can be captured, provided that its device and the modes of PyTorch allow it."""
+        """Whether a forward can be captured as a CUDA graph, provided that the device and PyTorch's modes allow it."""
 
         self._steps: dict[Hashable, int] = {}
-        """Maps each kind of step that has run to the result of `num_derived` after the step."""
+        """Maps the kind (the shapes) of each step that has run to the result of `num_derived` after the step."""
         self.cached: DecodeCache | None = None
         """A cache of one token on the meta device. It shows what each layer caches. None before the first rollout."""
 

@@ -33,7 +33,8 @@ UNFILTERED: dict[str, Any] = {
     "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": [], "suppress_tokens": [],
     "min_new_tokens": 0, "stop_strings": [],
 }  # fmt: skip
-"""The defaults of these options. They leave the model's distribution unchanged, and only stop tokens end a row."""
+"""Maps options to their defaults. With these values, the model's distribution is unchanged, and only stop tokens end a
+row."""
 
 READ = {*DRAWING, *UNFILTERED, "do_sample", "eos_token_id", "pad_token_id"}
 """Keys of generation_config.json that are options of this package."""
@@ -72,7 +73,7 @@ class Range(NamedTuple):
     Attributes:
         allows: function that returns whether a value is in the range.
         text: description of the range that completes a sentence beginning with "must be".
-        advice: the value that turns the option off.
+        advice: the end of the error message, which says how to turn the option off.
         number: the type that the number must have.
     """
 
@@ -318,7 +319,7 @@ def resolve(model: Decoder, max_new_tokens: int, options: Options) -> Settings:
         )
     pads = [pad, stored.get("pad_token_id"), getattr(model.config, "pad_token_id", None), *eos]
 
-    # Check only the call's minimum. The minimum in the checkpoint may exceed the maximum of this call.
+    # Check `min_new_tokens` only if the call sets it. The checkpoint's value may exceed the call's `max_new_tokens`.
     least, limit = options.get("min_new_tokens"), cast(Any, max_new_tokens)
     if isinstance(least, int) and isinstance(limit, Real) and least > max_new_tokens:
         raise ValueError(f"generate: min_new_tokens must be at most max_new_tokens ({max_new_tokens}), got {least}.")

@@ -46,7 +46,7 @@ class PromptBatch:
         B, T = ids.shape
         self.is_whole = attention_mask is None and length == T
         """Whether no row has padding."""
-        if self.is_whole:  # copies, because other prompts are written to them if a graph is captured
+        if self.is_whole:  # clone, because a captured graph gets later prompts through these tensors
             self.ids, self.positions, self.last = ids.clone(), positions.clone(), ids.new_full((B,), T - 1)
             return
         column = torch.arange(length, device=ids.device)
@@ -125,10 +125,7 @@ class PromptGraph:
 
 
 def can_move_padding(model: Decoder) -> bool:
-    """Return whether prompts may be padded on the right.
-
-    They may not if rotary frequencies depend on the sequence length.
-    """
+    """Return whether prompts may be padded on the right: False if rotary frequencies depend on the sequence length."""
     return not any(getattr(layer, "needs_lengths", False) for layer in layers_of(model))
 
 

@@ -91,7 +91,7 @@ def check_options(model: Decoder, settings: Settings, options: Options) -> None:
 
 
 def refusal(model: Decoder, tokens: int, prompt: Sequence[int]) -> str | None:
-    """Return the reason why `rollout` does not support this model with rows of ``tokens`` tokens; otherwise None.
+    """Return the reason why `rollout` does not support this model with rows of ``tokens`` tokens; None if it does.
 
     To find out what the model's layers cache, this function runs the model on the first token of ``prompt``.
     """
@@ -100,7 +100,7 @@ def refusal(model: Decoder, tokens: int, prompt: Sequence[int]) -> str | None:
 
 
 def cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> DecodeCache | str:
-    """Return a cache of the first token of ``prompt``, on the meta device.
+    """Return a decode cache that is filled with the first token of ``prompt``, on the meta device.
 
     If `rollout` does not support the model, return the reason instead, as `refusal` does.
     """
@@ -131,9 +131,9 @@ def cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> De
                 f"other frequencies, got {tokens}"
             )
 
-    # The layers must cache only what a pool of pages can hold. To see this, run one token. The result is kept for
-    # later calls, except under autocast, which changes dtypes, and if the model is distributed, because all ranks
-    # must run the same forwards.
+    # The layers must cache only what a pool of pages can hold. To find out what they cache, run one token. The result
+    # is kept for later calls, except under autocast, which changes dtypes, and if the model is distributed, because
+    # all ranks must run the same forwards.
     with torch.no_grad(), evaluating(list(model.modules())):
         state = state_of(model)
         is_stored = not (state.is_distributed or torch.is_autocast_enabled(model.device.type))

@@ -118,7 +118,7 @@ class Rows:
         return self._all_ended
 
     def read_later(self) -> Callable[[], bool]:
-        """Start to copy a flag to the host that says whether every row has ended.
+        """Start to copy a flag to the host. The flag says whether every row has ended.
 
         Returns a function that waits for the copy and returns the flag.
         """

@@ -53,7 +53,7 @@ class Sampler:
         """Return the next tokens, [B] int64.
 
         Args:
-            ids: [B, T + n] int64, the tokens so far. They are not overwritten.
+            ids: [B, T + n] int64, the tokens so far. This method does not write to ``ids``.
             context: like ``ids``, but with −1 for padding.
             logits: [B, V] fp32.
         """

@@ -1,8 +1,9 @@
 """Speculative decoding: a draft proposes the next tokens, and one forward of the model verifies all of them.
 
 The model itself chooses every token, as in generation without a draft. Each proposal that equals the model's choice
-saves a forward. After the first wrong proposal in any row, all rows discard their remaining proposals. With seeds,
-random draws depend only on a row's logits, so sampling yields the same tokens with and without a draft.
+saves a forward. After the first wrong proposal in any row, all rows discard their remaining proposals. With seeds, the
+random draws of a row depend only on its seed and its tokens, so sampling yields the same tokens with and without a
+draft.
 
 Source: https://arxiv.org/abs/2211.17192.
 """
@@ -35,7 +36,7 @@ class Draft(Protocol):
     def keep(self, length: int, hidden: Tensor | None) -> None:
         """Keep the first ``length`` columns, and discard all proposals after them.
 
-        The last column that remains holds tokens that the model chose from the hidden states ``hidden`` [B, C].
+        The model chose the tokens in the last of these columns from the hidden states ``hidden`` [B, C].
         """
 
 
@@ -205,7 +206,7 @@ def speculate(
     prompts = prompts.repeat_interleave(repeats, 0)
     mask = None if mask is None else mask.repeat_interleave(repeats, 0)
     rows = Rows(prompts, mask, settings, model.config.vocab_size, logprobs=logprobs)
-    guess = Sampler(replace(settings, logits_processor=[]), prompts, vocab_size)  # a processor may count its calls
+    guess = Sampler(replace(settings, logits_processor=[]), prompts, vocab_size)  # a processor may count calls
     draft: Draft = DraftHeads(source) if columns is None else DraftModel(columns, rows.ids, T)
 
     while rows.length < S:

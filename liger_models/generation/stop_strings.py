@@ -47,8 +47,8 @@ class StopStrings:
         tokens = [token for token in row if token >= 0]
         text = self._decode(tokens)
 
-        # If the text begins inside a character, drop the number of leading tokens with which the fewest characters
-        # are broken.
+        # If the text begins inside a character, drop leading tokens. Their number is chosen so that the fewest broken
+        # characters remain.
         if text.startswith(BROKEN):
             # At most three bytes of the first character are missing.
             spare = max(len(tokens) - self.window + MOST_BYTES - 1, 0)
