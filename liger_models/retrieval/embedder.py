@@ -80,7 +80,8 @@ class LigerEmbedder:
             [texts, C] fp32, on the device of the model; [C] for one text.
 
         Raises:
-            ValueError: there is no such prompt, both a prompt and a prompt name are given, or a number is out of range.
+            ValueError: there is no such prompt, both a prompt and a prompt name are given, or ``dimensions`` or
+                ``batch_tokens`` is out of range.
         """
         settings, many = self.settings, not isinstance(texts, str)
         if prompt is not None and prompt_name is not None:
@@ -121,7 +122,10 @@ class LigerEmbedder:
 
 
 def write_settings(model: CausalLM, settings: EmbedderSettings, folder: str | os.PathLike[str]) -> None:
-    """Add sentence-transformers' files to the folder of a saved model or adapter. Every rank must call this."""
+    """Add sentence-transformers' files to the folder of a saved model or adapter.
+
+    Every rank must call this function.
+    """
     size, bidirectional = model.config.hidden_size, model.bidirectional
     run_on_rank_zero(f"settings {folder}", lambda: settings.write(folder, size, bidirectional=bidirectional))
 
@@ -164,8 +168,8 @@ def embed(model: CausalLM, batch: Batch, settings: EmbedderSettings, dimensions:
     if dimensions is not None and not 1 <= dimensions <= C:
         raise ValueError(f"embed: dimensions must be 1 to the model's hidden_size ({C}), got {dimensions}.")
     ids, bounds = batch["input_ids"], batch["cu_seqlens"]
-    # The pooling runs inside the forward of the head, because FSDP's forward ends with the head. The product of the
-    # head is not computed.
+    # The pooling is passed as a loss function, so that it runs inside the forward of the head, with which a forward
+    # under FSDP ends. The head's product is not computed.
     pooled: Tensor = model(
         ids,
         cu_seqlens=bounds,

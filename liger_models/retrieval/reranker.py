@@ -21,7 +21,7 @@ from liger_models.text.tokenizer import Tokenizer
 
 
 class LigerReranker:
-    """A reranker.
+    """A causal model that scores how well documents fit queries.
 
     Args:
         model: the causal model, with its head.

@@ -213,7 +213,8 @@ def has_settings(folder: Path) -> bool:
 
 
 def copy_settings(source: Path, folder: Path) -> None:
-    """Copy sentence-transformers' files, if there are any, from the local folder of a checkpoint or adapter."""
+    """Copy sentence-transformers' files, if there are any, from the local folder of a checkpoint or adapter to
+    ``folder``."""
     if has_settings(source):
         paths = [path for pattern in FILES for path in source.glob(pattern)]
         _write(folder, {str(path.relative_to(source)): json.loads(path.read_bytes()) for path in paths[1:] + paths[:1]})

@@ -47,7 +47,7 @@ def encode_texts(
     limits: dict[str, Any] = {} if max_length is None else {"truncation": True, "max_length": max_length}
     limits["add_special_tokens"] = add_special_tokens
     encoded: list[Tensor] = []
-    for start in range(0, len(texts), GROUP):  # in each call, the tokenizer pads all texts to the longest one
+    for start in range(0, len(texts), GROUP):  # the tokenizer pads all texts of a call to the longest one
         inputs = tokenizer([*texts[start : start + GROUP]], padding_side="right", **limits)
         sizes = inputs["attention_mask"].sum(1).tolist()
         encoded += [row[:size] for row, size in zip(inputs["input_ids"].int(), sizes, strict=True)]
@@ -72,8 +72,8 @@ def pack_texts(texts: Sequence[Tensor], filler: int) -> Batch:
 
     Returns:
         A batch with ``input_ids`` and ``labels`` (all −100), both [B, T] int64, and ``cu_seqlens`` [documents + 1]
-        int32, for a model's forward. It also has ``texts`` [texts] int64, the index of each text's document. Padding
-        is also a document.
+        int32, for a model's forward. A document is a text, or the padding at the end of a row. The batch also has
+        ``texts`` [texts] int64, the index of each text's document.
     """
     # A row has room for the longest text, or for several other texts.
     sizes = torch.tensor([len(text) for text in texts], device="cpu")
@@ -122,7 +122,7 @@ def pool(hidden: Tensor, cu_seqlens: Tensor, texts: Tensor, pooling: str) -> Ten
     Args:
         hidden: [B, T, C], normalized outputs of the last block.
         cu_seqlens: [documents + 1], the bounds of the documents in the B · T flattened tokens.
-        texts: [texts] int64, the index of each text's document.
+        texts: [texts] int64, the index of each text's document; see `pack_texts`.
         pooling: "lasttoken", "mean" or "cls" (the first token).
 
     Returns:
