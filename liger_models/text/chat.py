@@ -31,9 +31,9 @@ _TAG = re.compile(r"(</?[^<>\s]{1,40}>|\[/?[A-Z_]{1,40}\])")
 no tag.
 """
 _TAGS = 8
-"""Maximum number of tags in a text that separate marks. The text after these tags counts as one piece."""
+"""Maximum number of tags in a text between which marks are placed. The text after these tags counts as one piece."""
 _TOOLS = -1
-"""The owner of marks in tools. The owner of any other mark is the index of its message."""
+"""The owner of marks in tools; see `_Marks`."""
 _INSTEAD = {*THOUGHTS, "tool_calls", "function_call"}
 """Fields that an answer may have instead of ``content``."""
 _AROUND, _INSIDE, _NOWHERE = range(3)
@@ -43,7 +43,10 @@ Marks around a text show both ends of the text in the rendering. A mark in the m
 """
 
 _headers: dict[tuple[Any, ...], int] = {}
-"""Maps (template, variables, fields of messages, text before an answer) to the length of the answer's header."""
+"""Maps (template, variables, roles, fields of messages, text before an answer) to the length of the answer's header.
+
+The header of an answer is the part of the prompt that directly precedes the answer.
+"""
 _HEADERS, _HEADER_CHARACTERS = 4096, 1000
 """Limits of `_headers`: the maximum number of headers, and of characters in the text before an answer."""
 
@@ -240,6 +243,8 @@ def _examples(
 class _Marks:
     """Copies of messages and tools with marks in their texts.
 
+    The owner of a mark is the index of the message that contains the mark, or `_TOOLS` for a mark in the tools.
+
     Args:
         messages, tools: the originals, which are not changed.
         placing: maps (owner, field) to where the marks of the field are placed; by default around each piece between
@@ -250,7 +255,7 @@ class _Marks:
         places: for each mark, its owner and its field.
         counts: for each mark, how often it is placed: twice if it is around a text, once if it is inside a text.
         unmarked: for each text without marks, its owner, its field and the text.
-        blank: the marks of texts that are only white space, so that it does not matter whether the template shows them.
+        blank: the marks of texts that are only white space. It does not matter whether the template shows such texts.
     """
 
     def __init__(self, messages: Messages, tools: Any, placing: Mapping[tuple[int, str], int]) -> None:
@@ -398,7 +403,7 @@ class _Conversation:
             )
 
     def _fits(self, placing: Mapping[tuple[int, str], int]) -> bool:
-        """Place marks. Return whether the rendered text, after its marks are removed, equals the text without marks."""
+        """Place marks. Return whether removing them from the rendered text gives the text rendered without marks."""
         # Keep the last rendering, because it is also the prefix that ends with the last message.
         variables = self.style.variables
         self._marks = _Marks(self.messages, variables.get("tools"), placing)
@@ -439,7 +444,7 @@ class _Conversation:
         return self._prefixes[end]
 
     def _own_count(self, owner: int, number: int) -> int:
-        """Return how often a mark occurs in the rendered text up to the end of the message that owns the mark.
+        """Return how often a mark occurs in the rendered text up to the end of the message that contains the mark.
 
         Repetitions after this message are not counted. For example, a template may write the name of a call twice in
         the call itself (counted), and again next to the call's result (not counted).
@@ -461,7 +466,7 @@ class _Conversation:
             missing.setdefault(place, False)
             missing[place] |= number not in self._seen and number not in self._marks.blank
         shown = {self._marks.places[number] for number in self._seen}
-        # A text without marks counts as shown if its longest word occurs.
+        # A text without marks counts as shown if its longest word occurs in the rendered text.
         for owner, field, text in self._marks.unmarked:
             missing[owner, field] = missing.get((owner, field), False) or max(text.split(), key=len) not in self.text
         fields = []
@@ -512,7 +517,7 @@ class _Conversation:
     def shows(self, index: int, spans: Sequence[Span]) -> bool:
         """Return whether the text shows an answer exactly as it was generated.
 
-        To find out, this method renders only the messages up to this answer. This text and the text of the whole
+        To find out, this method renders only the messages up to this answer. The result and the text of the whole
         conversation must agree up to the end of the answer.
         """
         prefix = self._prefix(index + 1)
@@ -520,13 +525,13 @@ class _Conversation:
             return True
         if index in {owner for owner, _ in self._marks.places} - {group.owner for group in self._groups}:
             return False  # the text shows nothing of the answer
-        # The longer text must begin with the shorter one, because the prefix alone may lack the token that ends the
-        # answer.
+        # Either text may be shorter, because the prefix alone may lack the token that ends the answer. The longer text
+        # must begin with the shorter one.
         alone, shown = _unmarked(prefix), self.text[: spans[-1][1]]
         return alone.startswith(shown) or shown.startswith(alone)
 
     def example(self, spans: Mapping[int, list[Span]], elsewhere: Sequence[int] = ()) -> Rendering:
-        """Return the conversation as an example.
+        """Return the conversation as a training example.
 
         Args:
             spans: maps the index of each answer to learn to the answer's spans.
@@ -619,7 +624,8 @@ class _Conversation:
         return re.finditer(rf"{self._special.pattern}|\s", text)
 
     def _common(self, one: str, other: str) -> int:
-        """Return the length of the longest prefix of two texts that ends at a boundary or is one of the texts."""
+        """Return the length of the longest common prefix of two texts that ends at a boundary (see `_boundaries`) or is
+        one of the two texts."""
         common = shared_prefix(one, other)
         if common == min(len(one), len(other)):
             return common

@@ -122,7 +122,7 @@ def _result_size(name: str, subject: Any, args: list[Any], kwargs: Mapping[str, 
     total = size(subject, deep=name not in _SHALLOW)
     # Count texts that are added, and numbers, which may be widths or counts.
     added = 0 if name in _NUMERIC else sum(abs(value) if isinstance(value, int) else size(value) for value in values)
-    times = 1  # how often these can appear in the result
+    times = 1  # how often the added texts can appear in the result
     if name == "replace" and values:
         times = text.count(str(values[0])) + 1
     elif name == "join":
@@ -150,7 +150,7 @@ def _formatted_size(pattern: str, values: int) -> int:
 # Filters that the syntax tree calls
 
 
-@pass_context  # because jinja2 would call other filters of a constant only once, when it compiles the template
+@pass_context  # without this, jinja2 would apply the filter to a constant only once, when it compiles the template
 def _charge_step(context: object, characters: int) -> None:
     charge(characters)
 
@@ -233,12 +233,13 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Counting(NodeTransformer):
-    """Inserts counting filters into the loops, macros, joined texts, slices and comparisons of a syntax tree."""
+    """Inserts filters that count work into a syntax tree: in loops, macros, concatenations (``~``), slices and
+    comparisons."""
 
     def _visit_body(self, node: Any) -> Any:
         """Insert a statement at the beginning of a body.
 
-        Each run of the body then counts one step and its literal text.
+        Whenever the body runs, this statement counts one step and the characters of the body's literal text.
         """
         characters = sum(len(part.data) for part in node.find_all(nodes.TemplateData))
         self.generic_visit(node)

@@ -48,7 +48,7 @@ def render(
 
 
 def without_nulls(message: Any) -> Any:
-    """Return a message without keys whose value is None, as transformers does. Templates would write them as "None"."""
+    """Return a message without keys whose value is None, as transformers does. Templates would write "None"."""
     if not isinstance(message, Mapping):
         return message
     return {key: value for key, value in message.items() if value is not None}
@@ -118,7 +118,7 @@ def _environment(mark_answers: bool) -> limits.LimitedEnvironment:
 @functools.lru_cache(maxsize=16)
 def _compile(template: str, mark_answers: bool) -> Template:
     compiled = _environment(mark_answers).from_string(template)
-    compiled.globals = dict(compiled.globals)  # each rendering would copy jinja2's chain of dicts, which is slow
+    compiled.globals = dict(compiled.globals)  # otherwise, each rendering would copy a chain of dicts, which is slow
     return compiled
 
 
