@@ -101,7 +101,7 @@ def has_block(model: CausalLM) -> bool:
 
 
 def first_batches(data: Any) -> list[Any]:
-    """Return the first batches of a data set, in the order of epoch 0."""
+    """Return the first `MEASURED_BATCHES` batches of epoch 0 of a data set."""
     data.set_epoch(0)
     return list(itertools.islice(data, MEASURED_BATCHES))
 

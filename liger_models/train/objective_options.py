@@ -1,4 +1,4 @@
-"""The options of the training objectives. Each option lists the objectives that read it."""
+"""The options of the training objectives. The help text of an option begins with the objectives that read it."""
 
 # ruff: noqa: RUF009 (`_of` returns a field)
 

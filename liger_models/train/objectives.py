@@ -215,7 +215,7 @@ class Compared(Objective):
         super().__init__(options)
         self.reference = Reference(options, settings.pop("ref_model", None))
         self.settings = self._settings(settings)
-        self.function = type(self).make(**self.settings)  # refuses options before a model is loaded
+        self.function = type(self).make(**self.settings)  # raises errors before a model is loaded
 
     def _settings(self, options: dict[str, Any]) -> dict[str, Any]:
         """Translate the objective's options into arguments of the loss."""
@@ -460,7 +460,10 @@ def add_metrics(total: Metrics, metrics: Metrics) -> None:
 
 
 def mean_metrics(total: Mapping[str, Tensor], prefix: str = "") -> dict[str, float]:
-    """Return the means of metrics over all ranks. Metrics without summands are left out. Every rank must call this."""
+    """Return the means of metrics over all ranks, without metrics that have no summands.
+
+    Every rank must call this function.
+    """
     if not total:
         return {}
     # All metrics are in one collective, [metrics, 2]. Dividing both sums and counts by the number of ranks keeps
@@ -474,6 +477,9 @@ def mean_metrics(total: Mapping[str, Tensor], prefix: str = "") -> dict[str, flo
 
 
 def pair(total: Tensor, number: Tensor | float) -> Tensor:
-    """Return an entry of `Metrics`, [2]: a sum and its number of summands. Does not wait for the device."""
+    """Return an entry of `Metrics`, [2]: a sum and its number of summands.
+
+    This function does not wait for the device.
+    """
     total = total.detach().float()
     return torch.stack([total, number.float() if isinstance(number, Tensor) else torch.full_like(total, number)])

@@ -31,8 +31,9 @@ class LigerAdamW(torch.optim.Optimizer):
     """`torch.optim.AdamW` in one kernel launch for all parameters and groups.
 
     The kernel computes in fp32 and rounds each result once, to the dtype of the tensor. The state uses the same names
-    as torch's AdamW, so each of the two optimizers can load the ``state_dict`` of the other. DTensors (FSDP2, tensor
-    parallelism) are updated shard by shard, and their moments are DTensors, too.
+    as torch's AdamW, so each of the two optimizers can load the ``state_dict`` of the other, except that torch's AdamW
+    can't load moments in 8 bits. DTensors (FSDP2, tensor parallelism) are updated shard by shard, and their moments are
+    DTensors, too.
 
     Args:
         params: parameters, or dicts with the parameters and options of a group, as for every PyTorch optimizer.

@@ -1,4 +1,7 @@
-"""Options of a command, read from the command line and files. Options are dataclasses with help texts and checks."""
+"""Options of a command, read from the command line and from files.
+
+The options of a command are the fields of a dataclass. Each field has a help text and constraints.
+"""
 
 import argparse
 import dataclasses
@@ -79,7 +82,7 @@ def _fault(options: Any, field: dataclasses.Field[Any]) -> str | None:
     if value is None or value == []:
         return None
 
-    # Numbers. A comparison with NaN is False, so NaN violates every bound.
+    # Check numbers against their bounds. A comparison with NaN is False, so NaN violates every bound.
     at_least, more_than = checks.get("at_least"), checks.get("more_than")
     if at_least is not None and not value >= at_least:
         return f"must be at least {at_least}, got {value}."
@@ -90,14 +93,14 @@ def _fault(options: Any, field: dataclasses.Field[Any]) -> str | None:
     if isinstance(value, float) and not math.isfinite(value) and not checks.get("may_be_infinite"):
         return f"must be finite, got {value}."
 
-    # Names.
+    # Check values that must be one of several choices.
     choices = checks.get("choices")
     if choices is not None:
         unknown = [name for name in (value if isinstance(value, list) else [value]) if name not in choices]
         if unknown:
             return f"must be one of {', '.join(choices)}, got {', '.join(map(repr, unknown))}."
 
-    # Other options.
+    # Check options that have an effect only if another option has a certain value.
     needed = checks.get("needs")
     if needed is not None and value and not getattr(options, needed):
         return f"needs {needed}, got {value} and {getattr(options, needed)}."
@@ -173,7 +176,7 @@ def read_options(
 def _unnamed_options(
     cls: type, unnamed: Sequence[str], positionals: Sequence[str], named: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the options that arguments without a name set.
+    """Return the options that are set by arguments without a name.
 
     Such an argument is an options file or the value of one option.
     """

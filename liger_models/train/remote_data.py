@@ -39,7 +39,7 @@ SPLITS = {
 }
 """Maps each split to the words by which the hub recognizes the split in names of files and folders."""
 PREFERRED = (".parquet", ".jsonl", ".ndjson", ".json", ".txt")
-"""File name endings of data, in order of preference. If a split has several kinds of files, only the first is read."""
+"""File name endings of data, in order of preference. Only files of the most preferred kind in a split are read."""
 
 Splits = dict[str, list[str]]
 """Maps each split to its files."""
@@ -130,7 +130,7 @@ def _on_hosts(work: Callable[[], str]) -> str:
 
 
 def _list(name: Name, revision: str) -> tuple[str, list[str]]:
-    """Return the commit of a data set on the hub, and the files of the split.
+    """Return the commit of a data set on the hub, and the files of the split that ``name`` selects.
 
     Without a connection, this function returns the stored result of its last call for this name.
     """
@@ -202,7 +202,7 @@ def _gather(folder: Path, files: Sequence[str]) -> str:
 
 
 def select_files(name: Name, files: Iterable[str], card: Mapping[str, Any]) -> list[str]:
-    """Return the files of a split in a data set's repository.
+    """Return the files in a data set's repository that belong to the split in ``name``.
 
     Configurations and splits come from the data set's card or, if the card lists none, from the names of files and
     folders. The default split is "train", or all files if no file belongs to a split.
@@ -226,7 +226,7 @@ def select_files(name: Name, files: Iterable[str], card: Mapping[str, Any]) -> l
     default = next((config for config in configs if config in ("", "default", _default(card))), next(iter(configs)))
     choices = [f"{config}/{split}" if len(configs) > 1 else split for config in configs for split in configs[config]]
 
-    # The part is "config/split", a split of the default configuration, or the name of a configuration.
+    # `name.part` is "config/split", a split of the default configuration, or the name of a configuration.
     config, _, split = name.part.rpartition("/")
     if not config and split in configs and split not in configs[default]:
         config, split = split, ""
@@ -248,7 +248,7 @@ def _is_data(file: str) -> bool:
 
 
 def _of_names(files: Sequence[str]) -> Splits:
-    """Group files by split. A path names its split either as in "train-00000-of-00002", or by one of its words."""
+    """Group files by split. A path names its split either as in "train-00000-of-00002", or by a word in `SPLITS`."""
     splits: Splits = {}
     for file in files:
         path = PurePosixPath(file)

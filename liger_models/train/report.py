@@ -31,7 +31,7 @@ from liger_models.train.objective_options import make_objective
 from liger_models.train.train_options import STORED, TrainOptions
 
 WIDTH = 100
-"""Maximum number of columns of a line."""
+"""Maximum number of characters in a line."""
 FEW_STEPS, LARGE_STEP = 50, 1 / 20
 """A run prints a warning if it has fewer steps than the first value, or if a step uses a larger share of the data
 than the second value."""
@@ -56,9 +56,10 @@ def say(*lines: str) -> None:
 
 
 class Lines:
-    """Converts the lines of the log to the lines that are printed on the screen.
+    """Converts entries of the log to the lines that are printed on the screen.
 
-    Each line is at most `WIDTH` columns wide. Values that have no column follow on separate lines, with their names.
+    The values in `COLUMNS` are printed as a row of a table. All other values follow on separate lines, with their
+    names. A line has at most `WIDTH` characters.
 
     Args:
         start: number of finished steps.
@@ -71,7 +72,7 @@ class Lines:
         self._printed = 0
 
     def make(self, step: int, values: Mapping[str, float | str]) -> list[str]:
-        """Return the screen lines for one line of the log."""
+        """Return the lines to print for one entry of the log."""
         position = f"{step}/{self.steps}".rjust(2 * len(str(self.steps)) + 1)
         lines = []
 
@@ -115,7 +116,10 @@ def _text(name: str, value: float | str) -> str:
 
 
 def _fold(parts: Iterator[str], width: int) -> list[str]:
-    """Join parts into lines of at most ``width`` columns. A part that is too long or has several lines is wrapped."""
+    """Join parts into lines of at most ``width`` characters.
+
+    A part that is too long or has several lines is wrapped.
+    """
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 2 + len(part) <= width:
@@ -236,7 +240,8 @@ def estimate(
     ends = {id(weight): weight.numel() for weight in (empty.embed_tokens.weight, empty.lm_head.weight)}
     gathered = 2 * (sum(ends.values()) + 2 * max(sum(p.numel() for p in block.parameters()) for block in empty.layers))
 
-    # On one device nothing is gathered. The product with a weight that is kept in float8 needs the dense weight.
+    # On one device, nothing is gathered, but the product with a weight in the checkpoint's own format needs the dense
+    # weight.
     kept = [weight.shape.numel() for weight in frozen if weight.format.is_kept]
     if kept and not sharded:
         gathered = 2 * max(kept)
@@ -255,8 +260,8 @@ def estimate(
         ]
         gathered = gathered - 2 * max(saved) if sharded else 0
 
-        # A product needs the dense experts or the dense weight. In float8, it needs the transposed weight and the
-        # rounded rows of the input.
+        # A product with experts or with a 4-bit weight needs the dense weight. A product with a float8 weight needs the
+        # transposed weight and the rounded rows of the input.
         made = [2 * math.prod(weight.shape if by_fsdp else weight.local_shape) for weight in of_ranks]
         made += [2 * local(weight).numel() for weight in quantized_experts(model) if isinstance(weight, Tensor)]
         if layers:

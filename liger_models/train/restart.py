@@ -20,11 +20,12 @@ from liger_models.common.replacing import replacing
 from liger_models.distributed.ranks import rank
 
 REQUEST = ".out-of-memory"
-"""Name of the file that asks all processes of a run to start again. It is in the folder of the run."""
+"""Name of the file, in the folder of a run, that asks all processes of the run to start again."""
 POLL = 0.5
-"""Seconds between two checks for this file."""
+"""Seconds between two checks for the file `REQUEST`."""
 PATIENCE = 8 * POLL
-"""Seconds for which a process waits after another process has ended. Meanwhile, its `watch` thread may restart it."""
+"""Seconds for which a process waits after another process has ended. During this time, the `watch` thread of the
+waiting process may restart the process."""
 ATTEMPT = "LIGER_MODELS_ATTEMPT"
 """Environment variable with the number of restarts."""
 

@@ -204,7 +204,7 @@ class EmbedObjective(RetrievalObjective):
         """Compute the metrics of an evaluation.
 
         For contrastive data, the metrics are recall@k and nDCG over all documents of the evaluation. For scored pairs,
-        the metrics are the rank correlation and nDCG.
+        the metrics are Spearman's rank correlation and nDCG.
         """
         queries, documents, keys, targets, scores, groups = (list[Tensor]() for _ in range(6))
         for embeddings, batch in self.evaluated:

@@ -69,7 +69,7 @@ class Staging:
         self._buffer.record_stream(self._out)
 
     def take(self, param: Tensor, state: Mapping[Tensor, Any]) -> Visit:
-        """Return the moments on the GPU, ready for the next computation on the current stream."""
+        """Return the moments of a parameter on the GPU, ready for the next computation on the current stream."""
         # Remember the order for the next step.
         if self._last is not None:
             self._next[self._last] = param
@@ -90,7 +90,7 @@ class Staging:
         return visit
 
     def give(self, param: Tensor, visit: Visit, state: Mapping[Tensor, Any]) -> None:
-        """Copy the moments back to host memory, and prefetch the next moments.
+        """Copy the moments of a parameter back to host memory, and prefetch the moments of the next parameters.
 
         The copy starts when the work that is queued on the current stream has ended.
         """

@@ -236,7 +236,7 @@ class StepPlan:
         raise torch.OutOfMemoryError(f"train: {text} The next run in {self._folder} uses a smaller plan.")
 
     def _clean_up(self) -> None:
-        """Free what a failed step has left behind: gathered parameters, gradients, and cached memory."""
+        """Free the memory that a failed step still holds: gathered parameters, gradients, and cached memory."""
         end_pass(self._model)
         self._model.zero_grad(set_to_none=True)
         gc.collect()
@@ -371,12 +371,12 @@ def tokens_per_batch(options: TrainOptions) -> int:
 
 
 def _uniform(model: CausalLM, policy: str) -> MemoryPlan:
-    """Return a plan that has the same policy for all blocks and no memory estimate."""
+    """Return a memory plan with the same checkpointing policy for all blocks, and without a memory estimate."""
     return MemoryPlan((policy,) * len(model.layers), 0, (), False, {}, 0, 1.0)
 
 
 def _summary(plan: MemoryPlan) -> str:
-    """Describe a plan in a few words."""
+    """Describe a memory plan in a few words."""
     counts = {policy: plan.policies.count(policy) for policy in CHECKPOINTING_POLICIES[1:]}
     parts = [f'recomputation "{policy}" in {count} blocks' for policy, count in counts.items() if count]
     if plan.offload_layers:

@@ -16,7 +16,8 @@ from liger_models.distributed.ranks import rank, world_size
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 APART = 1.0
-"""Number of seconds after the first signal in which a second one is ignored, because torchrun repeats a Ctrl-C."""
+"""Number of seconds after the first signal during which further signals are ignored, because torchrun repeats Ctrl-C.
+"""
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "4bit": 2e-4}
 COMPARING_RATES = {"full": 1e-6, "lora": 1e-5}
 """Maps each training method to its default peak learning rate for objectives that compare or sample answers."""
 BATCH_SIZES = {"embed": 32, "rerank": 32, "kto": 2}
-"""Maps objectives that compare the examples of a batch to their default batch size. For other objectives, it is 1."""
+"""Maps objectives that compare the examples of a batch to their default batch size. All other objectives have 1."""
 STORED = "lora_4bit", "lora_float8", "lora_keep_quantized"
 """Options that quantize the weights under adapters."""
 

@@ -23,7 +23,7 @@ def warm_up(model: nn.Module, **batch: Any) -> int:
             the random number generators do not change. Buffers that a forward writes would change, but the models
             of this package have no buffers.
         batch: arguments of the model, with the sizes that the training uses. Without labels, there is no backward.
-            The results are discarded, because no kernel has run.
+            The results are discarded, because the recorded kernels have not run.
 
     Returns:
         The number of compiled kernels. It is 0 on a CPU and in a second call.
