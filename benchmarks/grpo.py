@@ -26,10 +26,11 @@ from .training.modes import Mode
 from .training.tokenizer import words_tokenizer
 
 HELP = "a GRPO step with adapters: seconds of sampling and of training, memory"
-MODES = r"trl(\+liger)?(\+ac)?|ours(\+selective|\+full)?"
+MODES = r"trl(\+liger)?(\+ac)?|ours(\+float8|\+nf4)?(\+selective|\+full)?"
 NAMES = {
     "trl": "TRL", "ours": "liger_models", "liger": ", Liger Kernel's loss", "ac": ", activation checkpointing",
-    "selective": ', policy "selective"', "full": ', policy "full"',
+    "float8": ", float8 weights", "nf4": ", 4-bit weights", "selective": ', policy "selective"',
+    "full": ', policy "full"',
 }  # fmt: skip
 GROUP, MICRO_BATCH = 8, 16
 """Number of answers for each prompt, and number of answers in a forward."""
@@ -63,16 +64,21 @@ def measure(job: Job) -> Row:
         times = [next(steps)]
         torch.cuda.reset_peak_memory_stats()
         times += [next(steps) for _ in range(REPEATS)]
+        peak = peak_gib()
+        steps.close()
+        more = {"divergence": round(divergence(model, config["vocab_size"], job.shape[1], job.steps), 5)}
     else:
         model = build_hf(config, liger=False, recompute=False)
-        times = trl_steps(model, job.mode, *job.shape, job.steps)
+        times, more = trl_steps(model, job.mode, *job.shape, job.steps), {}
+        peak = peak_gib()
     sampling, training = (statistics.median(seconds) for seconds in zip(*times[1:], strict=True))
     return {
         "new_tokens": job.steps,
         "step_s": round(sampling + training, 2),
         "sampling_s": round(sampling, 2),
         "training_s": round(training, 2),
-        "peak_gib": peak_gib(),
+        "peak_gib": peak,
+        **more,
     }
 
 
@@ -139,6 +145,28 @@ def train_on(
 
     loss, _ = model(**batch, loss_function=loss_function).loss
     (share * loss).backward()
+
+
+@torch.no_grad()
+def divergence(model: Any, vocabulary: int, length: int, new: int) -> float:
+    """The mean absolute difference between the log-probabilities in sampling and in training, over a micro-batch."""
+    from liger_models.common.device import on_device
+    from liger_models.data import pack_answers
+    from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs
+    from liger_models.layers import select_tokens
+
+    prompts = [torch.randint(5, vocabulary - 5, (length,)) for _ in range(MICRO_BATCH // GROUP)]
+    answers = model.rollout(prompts, max_new_tokens=new, do_sample=True, num_return_sequences=GROUP, eos_token_id=[])
+    batch, tokens = pack_answers(prompts, [answer.tokens for answer in answers])
+    moved = {name: on_device(batch[name], model.device) for name in ("input_ids", "labels")}
+    tokens = tokens.to(model.device)
+
+    def log_probs(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        x, target = select_tokens(x, target, tokens)
+        return fused_linear_logprobs(x, weight, target)
+
+    trained = model(**batch | moved, loss_function=log_probs).loss[:, :new].cpu()
+    return float((trained - torch.stack([answer.log_probs for answer in answers])).abs().mean())
 
 
 def trl_steps(model: Any, mode: Mode, rows: int, length: int, new: int, **options: Any) -> list[Times]:
@@ -216,7 +244,7 @@ def table(rows: Rows) -> str:
     for row in rows:
         names = (row["model"], tokens(row["batch"]), title(row["mode"]))
         if "error" in row:
-            lines.append((*names, row["error"], "", "", "", "", "", ""))
+            lines.append((*names, row["error"], "", "", "", "", "", "", ""))
             continue
         peers = [
             peer for peer in rows
@@ -226,6 +254,6 @@ def table(rows: Rows) -> str:
         best: Row = min(peers, key=lambda peer: peer["step_s"], default={})
         keys = ("new_tokens", "step_s", "sampling_s", "training_s", "peak_gib")
         ratios = ratio(best.get("step_s"), row["step_s"]), ratio(row["peak_gib"], best.get("peak_gib"))
-        lines.append((*names, *(row[key] for key in keys), *ratios))
-    head = "model|answers||new tokens|s/step|sampling s|training s|peak GiB|speed ratio|memory ratio"
+        lines.append((*names, *(row[key] for key in keys), *ratios, row.get("divergence", "")))
+    head = "model|answers||new tokens|s/step|sampling s|training s|peak GiB|speed ratio|memory ratio|divergence"
     return markdown(head, lines)

@@ -49,6 +49,12 @@ def test_parts_of_a_step_have_the_gradients_of_the_whole():
         torch.testing.assert_close(each.grad, want)
 
 
+def test_sampling_and_training_compute_almost_the_same():
+    model = LigerLlama.from_config(LlamaConfig(**SIZES))
+    apply_lora(model, LoRAConfig(r=4, target_modules="all-linear"))
+    assert grpo.divergence(model, 64, 7, 4) < 1e-5
+
+
 def grpo_loss():
     from liger_models import LigerFusedLinearGRPOLoss
 
@@ -85,5 +91,5 @@ def test_table():
     rows = [names | found | {"mode": "trl+liger+ac"}, names | found | {"mode": "ours", "step_s": 20.0}]
     lines = grpo.table([*rows, names | {"mode": "trl", "error": "out of memory"}]).splitlines()
     assert "TRL, Liger Kernel's loss, activation checkpointing" in lines[2]
-    assert "| liger_models | 512 | 20.0 | 40.0 | 20.0 | 60.0 | 3.000 | 1.000 |" in lines[3]
+    assert "| liger_models | 512 | 20.0 | 40.0 | 20.0 | 60.0 | 3.000 | 1.000 |  |" in lines[3]
     assert len({line.count("|") for line in lines}) == 1
