@@ -133,7 +133,8 @@ class UnpackedLinear(Layer):
     """A projection from [C] to [O], with one linear layer per matrix of the checkpoint.
 
     Fused ops read its attributes `weight`, `bias`, `is_low_rank` and `low_rank`, which a `LoRALinear` also has. The
-    outputs of such an op are in the joined order, and `row_order` moves them to the packed order (see `RowOrder`).
+    outputs of such an op are in the order of the joined weight, one matrix after the other. `row_order` moves them to
+    the order of the rows of the packed weight.
 
     Args:
         packed: the projection.

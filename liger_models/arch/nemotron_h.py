@@ -127,7 +127,7 @@ class NemotronHConfig(BaseConfig):
 
     @property
     def routing(self) -> Routing:
-        """How experts are chosen: from the best groups of experts, by the sigmoid of each logit plus a bias."""
+        """How experts are chosen: from the best groups of experts, by the sum of sigmoid(logit) and a bias."""
         return Routing(
             self.num_experts_per_tok,
             normalize=self.norm_topk_prob,

@@ -88,10 +88,9 @@ def load_pretrained(
             the checkpoint. These weights are frozen, take 4 or 8 bits per element plus the scales, and are
             dequantized during matrix products.
         head: whether the model has a language-model head. Embedding models need no head. With False, a head in the
-            checkpoint is ignored, and the model has no parameters for a head. (Its head shares the weight of the
-            embedding.) The model is then saved without a head, and tensor names lack the prefix ``model.``, as in
-            Qwen3-Embedding. With None, the model has a head if the checkpoint has one or if config.json ties the head
-            to the embedding.
+            checkpoint is ignored, and the head of the model has the embedding's weight and no parameters of its own.
+            The model is then saved without a head, and tensor names lack the prefix ``model.``, as in Qwen3-Embedding.
+            With None, the model has a head if the checkpoint has one or if config.json ties the head to the embedding.
         hf_config: content of a config.json to use instead of the file in the folder.
 
     Returns:

@@ -68,8 +68,8 @@ class PackedDataset(IterableDataset[Batch]):
             With "chat" (``messages``), "sharegpt" (``conversations``), "prompt-completion", "alpaca"
             (``instruction``, ``input``, ``output``) and "question-answer", only answers are learned. "text" gets the
             tokenizer's special tokens and the end token. "input_ids" are taken unchanged. If only some ids should be
-            learned, the example must also have ``labels`` or masks. If the ids consist of several documents, the
-            example must also have ``seq_lengths`` or ``position_ids``.
+            learned, the example must also have ``labels``, ``completion_mask`` or ``assistant_masks``. If the ids
+            consist of several documents, the example must also have ``seq_lengths`` or ``position_ids``.
         formats: the formats that examples may have. Any other format is an error.
         field: the only field of an example to read. The type of its value (a text, messages or ids) determines how
             the value is read.

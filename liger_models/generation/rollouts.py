@@ -298,7 +298,11 @@ def _num_new(row: Row) -> int:
 def _column(
     rows: Sequence[Row], completions: Sequence[Completion | None], column: int, padding: int
 ) -> tuple[list[int], list[bool], list[float]]:
-    """Return lists over the rows: the token at ``column``, whether the row has stopped, and the log-probability."""
+    """Return three lists with an entry for each row: the row's new token number ``column``, whether a stop token has
+    ended the row by then, and the token's log-probability.
+
+    If the row has no such token, the entries are ``padding`` and 0.
+    """
     tokens, ended, log_probs = [], [], []
     for row, completion in zip(rows, completions, strict=True):
         has_token = column < _num_new(row)

@@ -244,7 +244,7 @@ def without_head(decoder: CausalLM) -> CausalLM:
 
 
 PARTS = ("embed_tokens", "layers", "norm", "visual")
-"""Names of the decoder's parts that are also attributes of the body, so that users can freeze or replace the parts."""
+"""Names of the decoder's parts that are also attributes of `LigerModel`, so that users can freeze or replace them."""
 
 
 class LigerModel(Loading, LigerPreTrainedModel):

@@ -150,7 +150,7 @@ def takes_flash(dtype: torch.dtype | None, head_dim: int) -> bool:
 def takes_segments(device: torch.device, dtype: torch.dtype | None, head_dim: int = 0) -> bool:
     """Whether PyTorch's variable-length attention, which uses flash attention, supports heads of this dtype and size.
 
-    The result is False on CPUs, and before PyTorch 2.11, whose variable-length attention has no argument ``scale``.
+    The result is False on CPUs, and in versions of PyTorch whose variable-length attention has no argument ``scale``.
     """
     return takes_flash(dtype, head_dim) and device.type in ACCELERATORS and "scale" in VARLEN_OPTIONS
 

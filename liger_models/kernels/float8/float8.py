@@ -419,8 +419,8 @@ def round_tiles(
         amax: fp32, [1] for the whole matrix, or [C] for its columns. With [C], only ``columns`` may be requested.
         rows: whether to return the matrix by rows, [N, C].
         columns: whether to return the matrix by columns, [C, N], with N padded with zeros to a multiple of 16.
-        product_amax: [1], the amax of the gated product; only for a matrix of kind "gradient". If given, the gated
-            product is also rounded by columns.
+        product_amax: [1], the amax of the gated product ``act(gate) · up`` of the same gate and up; only for a matrix
+            of kind "gradient". If given, this product is also rounded by columns.
 
     Returns:
         The matrix by rows, the matrix by columns, and the gated product by columns. Results that are not requested are

@@ -315,7 +315,8 @@ class Format:
         raise NotImplementedError
 
     def finish(self, statistics: Tensor, layout: Sequence[int]) -> Sequence[Tensor]:
-        """Compute all tensors of the whole matrix, except its codes, from the statistics [N, m] of all ranks."""
+        """Compute the tensors that store the matrix besides its codes, such as scales, from the statistics [N, m] that
+        `quantize_part` has returned on all ranks."""
         raise NotImplementedError
 
 

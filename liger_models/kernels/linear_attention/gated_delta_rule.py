@@ -19,9 +19,9 @@ backward goes through the chunks in the opposite order. dS is the gradient of th
     dD = Pᵀ dO + e^{G − G_i} · K̂ dS,   dX = Aᵀ dD,   dV = β · dX
     dS ← e^G · dS + (scale · e^{G_i} · Q̂)ᵀ dO − (β · e^{G_i} · K̂)ᵀ dX
 
-The launch that computes dS also recomputes S and D, which do not depend on these gradients. Within a chunk, queries and
-keys read from the state, and keys write to it. dQ̂ and −β · R are the gradients through the reads. W and the last term
-of dK̂ are the gradients through the writes. ∘ is the elementwise product::
+S and D depend on no gradient. The launch that computes dS therefore recomputes them at the same time. Within a chunk,
+queries and keys read from the state, and keys write to it. dQ̂ and −β · R are the gradients through the reads. W and the
+last term of dK̂ are the gradients through the writes. ∘ is the elementwise product::
 
     dQ̂ = scale · (e^{G_i} · dO Sᵀ + (E ∘ dO Dᵀ) K̂)
     R = e^{G_i} · dX Sᵀ + (E ∘ dX Dᵀ) K̂    (i > j),   dβ_i = dX_i·V_i − k̂_i·R_i

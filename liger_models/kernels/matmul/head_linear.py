@@ -38,7 +38,8 @@ from liger_models.kernels.rope.rope import (
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 ELEMENTS, MOST_COLUMNS = 8192, 1024
-"""A program of four warps loads about `ELEMENTS` elements of a matrix. A matrix has at most `MOST_COLUMNS` columns."""
+"""A program of four warps loads about `ELEMENTS` elements of a matrix. `head_linear` supports
+matrices of up to `MOST_COLUMNS` columns."""
 
 
 def head_linear_reference(
