@@ -167,6 +167,24 @@ class LabeledTokens:
         return _spread(results, self.rows, self.shape)
 
 
+class AnswerTokens:
+    """The tokens that predict the answers of a packed batch, as `pack_answers` returns them.
+
+    The class has the method `select` of `LabeledTokens`.
+
+    Args:
+        tokens: [n, m] int64, indices among all B · T tokens.
+    """
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+
+    def select(self, x: Tensor, target: Tensor, *values: Tensor | None) -> tuple[Any, ...]:
+        """Return the tokens [n, m] of x [B, T, C], of the target [B, T] and of the values [B, T]."""
+        others = (None if value is None else value.flatten()[self.tokens] for value in values)
+        return *select_tokens(x, target, self.tokens), *others
+
+
 def select_tokens(x: Tensor, target: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return the hidden states and the targets of tokens that are given by their indices.
 

@@ -34,7 +34,7 @@ from liger_models.adapters.quantize import quantize_base
 from liger_models.arch.auto import load_by_name
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.vision_language import VisionLanguageModel
-from liger_models.common.device import available_device
+from liger_models.common.device import available_device, on_device
 from liger_models.common.printable import printable
 from liger_models.common.random_state import random_state, restore_random_state
 from liger_models.data.batch import Batch
@@ -793,7 +793,7 @@ def to_device(batch: Batch, device: torch.device, model: CausalLM) -> Batch:
         )
     # The layout of documents that continue others is computed on the host.
     kept = ("cu_seqlens", "parents") if "parents" in batch else ()
-    return {name: x if name in kept else x.to(device, non_blocking=True) for name, x in batch.items()}
+    return {name: tensor if name in kept else on_device(tensor, device) for name, tensor in batch.items()}
 
 
 def cosine(step: int, warmup: int, steps: int, floor: float) -> float:

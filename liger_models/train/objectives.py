@@ -18,8 +18,9 @@ from liger_models.data.answers import AnswerDataset
 from liger_models.data.batch import Batch
 from liger_models.data.dataset import PackedDataset
 from liger_models.data.formats import DOCUMENTS
+from liger_models.data.sampled_answers import share_prompts
 from liger_models.generation.options import PromptInputs
-from liger_models.layers.lm_head import LabeledTokens
+from liger_models.layers.lm_head import AnswerTokens, LabeledTokens
 from liger_models.losses.cosine import LigerFusedLinearCosineSimilarityLoss
 from liger_models.losses.cpo import LigerFusedLinearCPOLoss
 from liger_models.losses.dpo import LigerFusedLinearDPOLoss
@@ -91,6 +92,8 @@ class Reference:
 
 INPUTS = frozenset({"input_ids", "labels", "cu_seqlens", "parents", *PromptInputs.__annotations__})
 """The keys of a batch that are arguments of a model's forward."""
+PACKED = frozenset({"input_ids", "labels", "cu_seqlens"})
+"""The keys of a batch of text."""
 
 
 class Objective:
@@ -237,6 +240,13 @@ class Compared(Objective):
         """See `Objective.dataset`."""
         return AnswerDataset(source, reader_of(model), formats=self.formats, **options)
 
+    def batch(self, model: CausalLM, batch: Any) -> Batch:
+        """See `Objective.batch`. The answers of a pair share the tokens of their prompt if the models support this."""
+        models = [model, *([] if self.reference.model is None else [self.reference.model])]
+        if self.rows_of_example != 2 or batch.keys() - PACKED or not all(model.takes_parents for model in models):
+            return batch  # type: ignore[no-any-return]
+        return share_prompts(batch, model.tokenizer.padding_id)
+
     def eval_dataset(self, source: Any, model: CausalLM, **options: Any) -> PackedDataset:
         """See `Objective.eval_dataset`. Batches of pairs may be incomplete, but labeled answers need full batches."""
         return super().eval_dataset(source, model, complete=self.formats != ("preference",), **options)
@@ -261,8 +271,9 @@ class Compared(Objective):
     def _run(self, model: CausalLM, batch: Batch) -> tuple[Any, Metrics]:
         """Run the model. Returns (output, metrics), where ``output.loss`` is a pair: the loss, and the values from
         which the metrics are computed."""
-        tokens = LabeledTokens(batch["labels"])
-        log_probs = self.reference(model, _log_probs(batch)) if self.needs_reference else None
+        inputs = {name: tensor for name, tensor in batch.items() if name in INPUTS}
+        tokens = AnswerTokens(batch["answer_tokens"]) if "parents" in batch else LabeledTokens(batch["labels"])
+        log_probs = self.reference(model, _log_probs(inputs)) if self.needs_reference else None
 
         # The loss runs inside the forward of the head, for which FSDP gathers the head's weight.
         def loss_function(x: Tensor, weight: Tensor, target: Tensor) -> Any:
@@ -270,7 +281,7 @@ class Compared(Objective):
             options = {"ref_log_probs": reference} if self.needs_reference else {}
             return self.function(weight, x, target, **options)
 
-        out = model(**batch, loss_function=loss_function)
+        out = model(**inputs, loss_function=loss_function)
         values = out.loss[1]
         means = {
             "rewards/chosen": values.chosen_rewards,
@@ -289,8 +300,11 @@ class Compared(Objective):
 
     def _counted(self, batch: Batch) -> Tensor:
         """Return, for each example of a batch, whether it has labels and thus counts in metrics: [examples] bool."""
+        labels = batch["labels"]
+        if "parents" in batch:  # a token predicts the label of the next token
+            labels = labels.flatten().roll(-1)[batch["answer_tokens"]]
         # [rows, T] -> [rows] -> [rows of an example, examples]: all chosen answers come before all rejected answers.
-        return (batch["labels"] != -100).any(1).view(-1, len(batch["labels"]) // self.rows_of_example).any(0)
+        return (labels != -100).any(1).view(-1, len(labels) // self.rows_of_example).any(0)
 
 
 class DPOObjective(Compared):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from liger_models.data import pack_answers
+from liger_models.data.sampled_answers import pack_groups
 
 PROMPTS = [[1, 2, 3], torch.tensor([4]), (5, 6)]
 ANSWERS = [[10], [11, 12], torch.tensor([13, 14, 15]), [16], [17, 18], [19]]
@@ -53,6 +54,20 @@ def test_experts_go_with_their_tokens():
     want = batch["input_ids"][0].masked_fill(torch.arange(64) >= 19, -1)
     want[batch["cu_seqlens"][[3, 5, 8]] - 1] = -1  # the last tokens of the second answers
     assert got[0, :, 0, 0].tolist() == want.tolist()
+
+
+def test_groups_share_what_all_documents_begin_with():
+    """Up to the first label or difference. A document may continue its prompt without a label, or have no labels."""
+    group = [torch.tensor(ids, dtype=torch.int32) for ids in ([~1, ~2, ~3, 4], [~1, ~2, ~5, 6, 7], [~1, ~2, ~3])]
+    batch, tokens = pack_groups([group, group[:1], [group[2], group[2]]], filler=9)
+    ids, bounds = batch["input_ids"][0].tolist(), batch["cu_seqlens"].tolist()
+    documents = [ids[start:end] for start, end in itertools.pairwise(bounds)]
+    assert documents[:-1] == [[1], [2, 3, 4], [2, 5, 6, 7], [2, 3], [1, 2], [3, 4], [1, 2], [3], [3]]
+    assert batch["parents"].tolist() == [-1, 0, 0, 0, -1, 4, -1, 6, 6, -1]
+    labels = batch["labels"][0]
+    targets = [[*filter(lambda label: label >= 0, labels.roll(-1)[at].tolist())] for at in tokens]
+    assert targets == [[4], [6, 7], [], [4], [], []]
+    assert tokens[:, 0].tolist() == [2, 5, 9, 12, 16, 17]
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,41 @@ def test_an_evaluation_counts_each_pair_once(folder, tmp_path):
     assert all(each == pytest.approx(found[0], rel=1e-5) for each in found)
 
 
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "cpo", "simpo"])
+def test_answers_of_a_pair_share_their_prompt(folder, tmp_path, objective):
+    """The loss, its gradients and the metrics are those of rows that each have a prompt and one answer."""
+    options = TrainOptions(model="m", data="d", output="o", objective=objective, batch_size=4, lora_r=4)
+    made = make_objective(options)
+    model = LigerLlama.from_pretrained(folder / "checkpoint", dtype=torch.float64, progress=False)
+    made.prepare(model, partial(LigerLlama.from_pretrained, progress=False))
+    apply_lora(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".B"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    given = {"length": 128, "batch_size": 4, "overflow": None, "cache_dir": tmp_path, "progress": False}
+    # In an evaluation by two ranks, the last batch of a rank may have examples without labels.
+    files = [str(folder / "pairs.jsonl")]
+    evaluated = made.eval_dataset(files, model, rank=1, ranks=2, **given)
+    batches = [next(iter(made.dataset(files, model, **given))), [*evaluated][-1]]
+    for batch in batches:
+        found = []
+        shared = made.batch(model, batch)
+        assert shared["input_ids"].shape[0] == 1
+        assert shared["input_ids"].numel() < batch["input_ids"].numel()
+        assert (shared["labels"] != -100).sum() == (batch["labels"] != -100).sum()
+        for each in (batch, shared):
+            model.zero_grad()
+            loss, metrics = made.loss(model, each, None)
+            loss.backward()
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            found.append((loss, metrics, made.evaluate(model, each), gradients))
+        torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-9)
+    pixels = {**batches[0], "pixel_values": torch.zeros(1)}
+    assert made.batch(model, pixels) is pixels
+    model.bidirectional = True  # such a model does not take parents
+    assert made.batch(model, batches[0]) is batches[0]
+
+
 @pytest.mark.parametrize("objective", ["dpo", "orpo", "kto", "distill"])
 def test_the_loss_gets_the_tokens_of_answers_only(folder, tmp_path, objective):
     options = {"teacher": str(folder / "teacher")} if objective == "distill" else {"lora_r": 4}
