@@ -442,7 +442,7 @@ def _check_parents(parents: Tensor, cu_seqlens: Tensor | None, T: int, *, alone:
     for number, parent in enumerate(numbers):
         # The document before this one is the parent, or has the same parent.
         follows = number > 0 and parent == (number - 1 if numbers[number - 1] == -1 else numbers[number - 1])
-        one_row = follows and bounds[parent] // T == (bounds[number + 1] - 1) // T
+        one_row = follows and bounds[parent] // max(T, 1) == (bounds[number + 1] - 1) // max(T, 1)
         if parent != -1 and not one_row:
             raise ValueError(
                 f"forward: parents must hold -1, or the number of the document that document {number} follows in its "

@@ -32,7 +32,8 @@ from liger_models.kernels.activation.gated_act import gated_act
 from liger_models.kernels.activation.xielu import xielu
 from liger_models.kernels.add_parts import add_parts
 from liger_models.kernels.attention.causal_attention import causal_attention
-from liger_models.kernels.attention.decode_attention import decode_attention
+from liger_models.kernels.attention.copy_keys import copy_keys
+from liger_models.kernels.attention.decode_attention import GROUP_ROWS, SharedKeys, decode_attention
 from liger_models.kernels.attention.invariant_attention import invariant_attention
 from liger_models.kernels.attention.sink_attention import sink_attention
 from liger_models.kernels.attention.token_slots import token_slots
@@ -392,6 +393,9 @@ def run_sinks() -> None:
     for H, G, D in ((64, 8, 64), (4, 4, 128), (3, 1, 24)):
         q, k, v = (draw(1, 256, heads, D) for heads in (H, G, G))
         differentiate(sink_attention(q, k, v, draw(H), scale=0.1))
+        bounds, copies = torch.tensor([0, k.shape[1]], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        tokens = {"tokens": torch.arange(k.shape[1]), "cu_seqlens": bounds, "max_seqlen": k.shape[1]}
+        differentiate(copy_keys(k[0], copy_bounds=bounds, copies=copies, **tokens))
 
 
 def run_decoding(dtype: torch.dtype) -> None:
@@ -401,6 +405,9 @@ def run_decoding(dtype: torch.dtype) -> None:
         q, keys = draw(2, H, D, dtype=dtype).detach(), draw(3, 64, G, D, dtype=dtype).detach()
         for options in ({}, {"window": 300, "softcap": 30.0}, {"sinks": q[0, :, 0].contiguous()}):
             decode_attention(q, keys, keys, table, lengths, scale=0.1, **options)
+            if "window" not in options:
+                shared = SharedKeys(torch.zeros(1, GROUP_ROWS + 1, dtype=torch.int32), torch.zeros_like(lengths))
+                decode_attention(q, keys, keys, table, lengths, shared, scale=0.1, **options)
             invariant_attention(q, keys, keys, lengths, lengths, scale=0.1, table=table, **options)
         decode_attention(q, keys, keys, table, lengths, scale=0.1, chunk=300)
         invariant_attention(q, keys[0], keys[0], lengths, lengths, scale=0.1)
