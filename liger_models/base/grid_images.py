@@ -48,6 +48,11 @@ class GridImageModel(VisionLanguageModel):
     frames_apart: ClassVar[bool] = False
     """Whether each frame of a video has its own timestamp and placeholders in the text."""
 
+    @property
+    def images_take_parents(self) -> bool:
+        """See `Decoder.images_take_parents`."""
+        return True
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -61,6 +66,7 @@ class GridImageModel(VisionLanguageModel):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        parents: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         cache: DecodeCache | None = None,
         **options: Any,
@@ -78,7 +84,7 @@ class GridImageModel(VisionLanguageModel):
                 positions depend on this time. Default: 1.
             mm_token_type_ids: ignored; accepted because the processors of transformers return it.
             position_ids: as in `BatchLayout.build`. Default: the positions that the model computes.
-            attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`; images need
+            attention_mask, cu_seqlens, parents, inputs_embeds, cache, options: as in `Decoder.forward`; images need
                 ``input_ids``.
 
         Returns:
@@ -99,6 +105,7 @@ class GridImageModel(VisionLanguageModel):
             position_ids=position_ids,
             attention_mask=attention_mask,
             cu_seqlens=cu_seqlens,
+            parents=parents,
             inputs_embeds=inputs_embeds,
             cache=cache,
         )
@@ -148,8 +155,9 @@ class GridImageModel(VisionLanguageModel):
         # The host launches the small operations that compute positions while the device is busy with the tower.
         if position_ids is None:
             position_ids = self._positions(
-                input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, attention_mask, cu_seqlens, cache
-            )
+                input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, attention_mask, cu_seqlens, parents,
+                cache,
+            )  # fmt: skip
         shape = embeds.shape[0], embeds.shape[1]
         layout = self.layout(shape, embeds, position_ids=position_ids, deepstack=levels, **masks)
         return embeds, layout
@@ -177,6 +185,7 @@ class GridImageModel(VisionLanguageModel):
         second_per_grid_ts: Tensor | list[float] | None,
         attention_mask: Tensor | None,
         cu_seqlens: Tensor | None,
+        parents: Tensor | None,
         cache: DecodeCache | None,
     ) -> Tensor | None:
         """Return the positions of the uncached tokens; None if these are the default positions of text."""

@@ -41,6 +41,7 @@ class ImageTokenModel(VisionLanguageModel):
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        parents: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         cache: DecodeCache | None = None,
         **options: Any,
@@ -54,7 +55,7 @@ class ImageTokenModel(VisionLanguageModel):
                 directions. Default: no tokens.
             types: [B, T] integers, 1 at image tokens. The types are read only with ``inputs_embeds``, because
                 embeddings do not show where the images are.
-            position_ids, attention_mask, cu_seqlens, inputs_embeds, cache, options: as in `Decoder.forward`.
+            position_ids, attention_mask, cu_seqlens, parents, inputs_embeds, cache, options: as in `Decoder.forward`.
 
         Raises:
             ValueError: ``images`` are given without ``input_ids``, the placeholders do not match the images, or
@@ -62,6 +63,7 @@ class ImageTokenModel(VisionLanguageModel):
         """
         batch: dict[str, Any] = {"position_ids": position_ids, "attention_mask": attention_mask, "cache": cache}
         batch["cu_seqlens"] = cu_seqlens = take_cu_seqlens(cu_seqlens, options)
+        batch["parents"] = parents
         if prefix is not None:
             batch |= {"prefix": prefix, "visible_until": ends_of_runs(prefix)}
         if input_ids is None or inputs_embeds is not None:
@@ -112,6 +114,11 @@ class ImageTokenModel(VisionLanguageModel):
         """The id of the placeholder for an image token."""
         token: int = getattr(self.config, self.placeholder_key)
         return token
+
+    @property
+    def images_take_parents(self) -> bool:
+        """See `Decoder.images_take_parents`."""
+        return self.prompts_are_causal and not self.images_are_bidirectional
 
     @property
     def images_are_bidirectional(self) -> bool:

@@ -113,6 +113,8 @@ class PromptInputs(TypedDict, total=False):
     pixel_attention_mask: Tensor | None
     image_grid_thw: Tensor | None
     image_position_ids: Tensor | None
+    image_sizes: Tensor | None
+    spatial_shapes: Tensor | None
     pixel_values_videos: Tensor | None
     video_grid_thw: Tensor | None
     second_per_grid_ts: Tensor | list[float] | None

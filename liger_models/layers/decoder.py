@@ -692,9 +692,9 @@ class Decoder(nn.Module):
             windows = {window: needed or window in self._needs_flash for window, needed in windows.items()}
         if options.get("parents") is not None and not self.takes_parents:
             raise ValueError(
-                "forward: parents needs a text model with causal attention, without chunks, and with rotary embeddings "
-                f"that do not depend on lengths, got {type(self).__name__}. Give each document the tokens of its "
-                "parent instead."
+                "forward: parents needs a model with causal attention, without chunks, with rotary embeddings that do "
+                f"not depend on lengths, and with images that allow it, got {type(self).__name__}. Give each document "
+                "the tokens of its parent instead."
             )
         if self.bidirectional:
             if options.get("cache") is not None:
@@ -712,12 +712,18 @@ class Decoder(nn.Module):
     def takes_parents(self) -> bool:
         """Whether a packed document may continue another one; see ``parents`` of `BatchLayout.build`.
 
-        Recurrent layers, attention in chunks, models with images, and rotary embeddings that depend on the length of a
-        document do not support this.
+        Recurrent layers, attention in chunks, rotary embeddings that depend on the length of a document, and some
+        models with images (see `images_take_parents`) do not support this.
         """
         reads_order = any(layer.recurrent or layer.needs_bounds for layer in layers_of(self.layers))
         reads_lengths = any(getattr(table, "needs_lengths", False) for table in self.rotary.values())
-        return not (self._chunks or self.bidirectional or self.visual is not None or reads_order or reads_lengths)
+        has_images = self.visual is not None and not self.images_take_parents
+        return not (self._chunks or self.bidirectional or has_images or reads_order or reads_lengths)
+
+    @property
+    def images_take_parents(self) -> bool:
+        """Whether a packed document of a model with images may continue another one, which may have images."""
+        return False
 
     def stand_ins(self, layout: BatchLayout, like: Tensor) -> BatchLayout:
         """Return a layout for running one block alone. Placeholders in this layout replace the tensors that other

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_models.common.device import on_device
 from liger_models.layers.batch import number_documents
 
 
@@ -93,6 +94,7 @@ def mrope_positions(
     merge: int,
     mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    parents: Tensor | None = None,
     frames_apart: bool = False,
     interval: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -110,6 +112,8 @@ def mrope_positions(
         mask: [B, T], 0 for padding, which is not counted and has position 0.
         cu_seqlens: [n + 1], boundaries of packed documents; see `BatchLayout.build`. Positions start from 0 in each
             document.
+        parents: [n], the documents that the documents continue; see `BatchLayout.build`. The positions of a document
+            follow the positions of the document that it continues.
         frames_apart: whether each frame of a video is positioned like a separate image, as in models whose text has
             timestamps between the frames.
         interval: [videos] fp32, for each video, the distance in time positions between consecutive frames; None for 1.
@@ -152,10 +156,15 @@ def mrope_positions(
     if cu_seqlens is None:
         start = step.cumsum(1) - step
     else:
-        _, index = number_documents(cu_seqlens, B, T, kinds.device)
+        number, index = number_documents(cu_seqlens, B, T, kinds.device)
         count = step.flatten().cumsum(0) - step.flatten()
         first = torch.arange(B * T, device=kinds.device) - index.flatten()
         start = (count - count[first]).view(B, T)
+        if parents is not None:
+            # Add up the steps of each document, and start after those of the continued document.
+            steps = step.new_zeros(len(cu_seqlens)).index_add(0, number.flatten(), step.flatten())
+            followed = torch.nn.functional.pad(on_device(parents.long(), kinds.device), (0, 1), value=-1)
+            start = start + steps[followed].masked_fill(followed < 0, 0)[number]
     positions = start + offset
     return positions if mask is None else positions * (mask != 0), (start + step)[:, -1:]
 

@@ -33,7 +33,7 @@ from liger_models.layers.lm_head import select_tokens
 from liger_models.losses.grpo import TOKEN_MEANS, LigerFusedLinearGRPOLoss
 from liger_models.parallel.gathered import reshard, unsharded
 from liger_models.parallel.step import targets_per_rank
-from liger_models.train.objectives import INPUTS, Load, Metrics, Objective, Reference, pair, reader_of
+from liger_models.train.objectives import INPUTS, Load, Metrics, Objective, Reference, pair, reader_of, with_pixels
 
 Reward = Callable[..., Any]
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -133,7 +133,7 @@ class GRPOObjective(Objective):
         # Sample answers, and compare each reward with the rewards of the other answers to the same prompt.
         answers, experts, log_probs, drafted = self._answers(model, rows)
         reshard(model)
-        prompts = [row["ids"] for row in rows]
+        prompts, pixels = [row["ids"] for row in rows], [row["pixels"] for row in rows]
         rows = [row for row in rows for _ in range(self.generations)]
         with raise_on_all_ranks():
             numbers = self._rewards(model, [row["example"] for row in rows], answers)
@@ -145,9 +145,11 @@ class GRPOObjective(Objective):
             advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
 
         filler, experts = model.tokenizer.padding_id, experts if self.replays else []
+        batch = None
         if self._shares_prompts(model):
             batch, tokens = pack_answers(prompts, answers, filler=filler, routed_experts=experts)
-        else:
+            batch = with_pixels(model, batch, join_rows(pixels))
+        if batch is None:
             batch, tokens = self._with_copies(rows, answers, filler, experts)
         # A placeholder in an answer has no image, so the model would refuse it. It stays a label, and the tokens after
         # it see padding instead.

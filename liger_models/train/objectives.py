@@ -13,7 +13,7 @@ from liger_models.adapters.mtp import LigerMTP
 from liger_models.base.causal_lm import CausalLM
 from liger_models.base.images import settings_of
 from liger_models.base.processor import Processor
-from liger_models.base.vision_language import VisionLanguageModel
+from liger_models.base.vision_language import VisionLanguageModel, placeholder_ids
 from liger_models.data.answers import AnswerDataset
 from liger_models.data.batch import Batch
 from liger_models.data.dataset import PackedDataset
@@ -88,6 +88,19 @@ class Reference:
             log_probs = run(self.model or model)
         reshard(self.model or model)
         return log_probs
+
+
+def with_pixels(model: CausalLM, batch: Batch, pixels: Batch) -> Batch | None:
+    """Add pixels to a batch of one row in which documents continue others.
+
+    Returns:
+        The batch; None if a prompt ends within an image, whose placeholders must be in one document.
+    """
+    if not pixels:
+        return batch
+    starts = batch["cu_seqlens"][:-1][batch["parents"] >= 0].long()
+    placeholders = torch.tensor(placeholder_ids(model.config), device="cpu")
+    return None if torch.isin(batch["input_ids"][0, starts], placeholders).any() else batch | pixels
 
 
 INPUTS = frozenset({"input_ids", "labels", "cu_seqlens", "parents", *PromptInputs.__annotations__})
@@ -243,9 +256,12 @@ class Compared(Objective):
     def batch(self, model: CausalLM, batch: Any) -> Batch:
         """See `Objective.batch`. The answers of a pair share the tokens of their prompt if the models support this."""
         models = [model, *([] if self.reference.model is None else [self.reference.model])]
-        if self.rows_of_example != 2 or batch.keys() - PACKED or not all(model.takes_parents for model in models):
+        if self.rows_of_example != 2 or not all(model.takes_parents for model in models):
             return batch  # type: ignore[no-any-return]
-        return share_prompts(batch, model.tokenizer.padding_id)
+        # Both answers of a pair have the pixels of their prompt, first those of the chosen answers.
+        pixels = {name: tensor[: len(tensor) // 2] for name, tensor in batch.items() if name not in PACKED}
+        shared = with_pixels(model, share_prompts(batch, model.tokenizer.padding_id), pixels)
+        return batch if shared is None else shared
 
     def eval_dataset(self, source: Any, model: CausalLM, **options: Any) -> PackedDataset:
         """See `Objective.eval_dataset`. Batches of pairs may be incomplete, but labeled answers need full batches."""

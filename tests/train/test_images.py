@@ -176,6 +176,36 @@ def test_answers_about_images_are_sampled_and_rewarded(folder, family, monkeypat
     assert rows[1]["pixels"]["pixel_values"].equal(alone["pixel_values"])
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_that_share_a_prompt_with_images(folder, family, monkeypatch):
+    """The images of a prompt are seen once for all of its answers, with the same loss and gradients."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    given = {"num_generations": 3, "max_new_tokens": 4, "reward": f"{folder}/reward.py:short", "batch_size": 4}
+    run = options(folder, family, "unused", objective="grpo", data=[str(folder / "asked.jsonl")], **given)
+    made = make_objective(run)
+    model = load(folder / family).double()
+    assert model.takes_parents == (family not in ("gemma3", "llama4", "mllama", "lfm2_vl", "paligemma"))
+    made.prepare(model, lambda name: model)
+    made.reward = lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids]
+    length = 256 if family == "llava_next" else 128
+    data = made.dataset([str(folder / "asked.jsonl")], model, length=length, overflow=None, batch_size=4, shuffle=False)
+    rows = next(iter(data))
+    found = []
+    for shares in (True, False):
+        if not shares:
+            monkeypatch.setattr(made, "_shares_prompts", lambda model: False)
+        torch.manual_seed(0)
+        batch = made.batch(model, rows)
+        assert ("parents" in batch) == (shares and model.takes_parents)
+        model.zero_grad()
+        loss, metrics = made.loss(model, batch, made.num_items([batch]))
+        loss.backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        assert any(name.startswith("visual.") and gradient.any() for name, gradient in gradients.items())
+        found.append((loss.detach(), metrics, gradients))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-9)
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "mllama"])
 def test_answers_with_placeholders(folder, family):
     """Their images are missing in the training forward. The head prefers placeholders after every other token."""

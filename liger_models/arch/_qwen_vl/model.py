@@ -50,6 +50,7 @@ class MRopeModel(GridImageModel):
         second_per_grid_ts: Tensor | list[float] | None = None,
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        parents: Tensor | None = None,
     ) -> Tensor:
         """Compute the positions [3, B, T] int64 of tokens in time, height and width; see `mrope_positions`.
 
@@ -58,11 +59,13 @@ class MRopeModel(GridImageModel):
             image_grid_thw, video_grid_thw, second_per_grid_ts: as in `forward`.
             attention_mask: [B, T], 0 for padding. Positions do not count padding.
             cu_seqlens: [n + 1], boundaries of packed documents. Positions start from 0 in each document.
+            parents: [n], the documents that the documents continue; see `BatchLayout.build`.
 
         Raises:
             ValueError: ``second_per_grid_ts`` is given, but the model's positions do not depend on it.
         """
-        return self._count(input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, attention_mask, cu_seqlens)[0]
+        grids = image_grid_thw, video_grid_thw
+        return self._count(input_ids, *grids, second_per_grid_ts, attention_mask, cu_seqlens, parents)[0]
 
     def _count(
         self,
@@ -72,6 +75,7 @@ class MRopeModel(GridImageModel):
         second_per_grid_ts: Tensor | list[float] | None,
         mask: Tensor | None,
         cu_seqlens: Tensor | None = None,
+        parents: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the result of `multimodal_positions`, and the next position [B, 1] of each row."""
         rate = getattr(self.config.vision_config, "tokens_per_second", None)
@@ -98,7 +102,7 @@ class MRopeModel(GridImageModel):
         of_images, of_videos = self.media_places(input_ids, cu_seqlens)
         return mrope_positions(
             of_images.long() + 2 * of_videos, [image_grid_thw, video_grid_thw],
-            merge=self.visual.merge, mask=mask, cu_seqlens=cu_seqlens,
+            merge=self.visual.merge, mask=mask, cu_seqlens=cu_seqlens, parents=parents,
             frames_apart=self.frames_apart, interval=interval,
         )  # fmt: skip
 
@@ -110,6 +114,7 @@ class MRopeModel(GridImageModel):
         second_per_grid_ts: Tensor | list[float] | None,
         attention_mask: Tensor | None,
         cu_seqlens: Tensor | None,
+        parents: Tensor | None,
         cache: DecodeCache | None,
     ) -> Tensor | None:
         """See `GridImageModel._positions`."""
@@ -119,7 +124,7 @@ class MRopeModel(GridImageModel):
         B, T = input_ids.shape
         mask = None if attention_mask is None else attention_mask[..., -T:]
         positions, following = self._count(
-            input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, mask, cu_seqlens
+            input_ids, image_grid_thw, video_grid_thw, second_per_grid_ts, mask, cu_seqlens, parents
         )
         if cache is None:
             return positions
