@@ -33,7 +33,17 @@ from liger_models.layers.lm_head import select_tokens
 from liger_models.losses.grpo import TOKEN_MEANS, LigerFusedLinearGRPOLoss
 from liger_models.parallel.gathered import reshard, unsharded
 from liger_models.parallel.step import targets_per_rank
-from liger_models.train.objectives import INPUTS, Load, Metrics, Objective, Reference, pair, reader_of, with_pixels
+from liger_models.train.objectives import (
+    INPUTS,
+    Load,
+    Metrics,
+    Objective,
+    Reference,
+    pair,
+    reader_of,
+    share_in,
+    with_pixels,
+)
 
 Reward = Callable[..., Any]
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -146,7 +156,7 @@ class GRPOObjective(Objective):
 
         filler, experts = model.tokenizer.padding_id, experts if self.replays else []
         batch = None
-        if self._shares_prompts(model):
+        if not self.deterministic and share_in(model, self.reference.model):
             batch, tokens = pack_answers(prompts, answers, filler=filler, routed_experts=experts)
             batch = with_pixels(model, batch, join_rows(pixels))
         if batch is None:
@@ -162,11 +172,6 @@ class GRPOObjective(Objective):
         if drafted is not None:
             batch["drafted"] = drafted
         return {**batch, "rewards": rewards.float(), "advantages": advantages.float().flatten()}
-
-    def _shares_prompts(self, model: CausalLM) -> bool:
-        """Return whether answers share the tokens of their prompt in a batch."""
-        models = [model, *([] if self.reference.model is None else [self.reference.model])]
-        return not self.deterministic and all(model.takes_parents for model in models)
 
     @staticmethod
     def _with_copies(rows: Any, answers: list[list[int]], filler: int, experts: list[Tensor]) -> tuple[Batch, Tensor]:

@@ -20,6 +20,7 @@ from liger_models.data.dataset import PackedDataset
 from liger_models.data.formats import DOCUMENTS
 from liger_models.data.sampled_answers import share_prompts
 from liger_models.generation.options import PromptInputs
+from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers.lm_head import AnswerTokens, LabeledTokens
 from liger_models.losses.cosine import LigerFusedLinearCosineSimilarityLoss
 from liger_models.losses.cpo import LigerFusedLinearCPOLoss
@@ -90,6 +91,11 @@ class Reference:
         return log_probs
 
 
+def share_in(*models: CausalLM | None) -> bool:
+    """Return whether answers share the tokens of their prompt in the forwards of all given models."""
+    return all(model is None or (model.takes_parents and model.device.type in SHARING_DEVICES) for model in models)
+
+
 def with_pixels(model: CausalLM, batch: Batch, pixels: Batch) -> Batch | None:
     """Add pixels to a batch of one row in which documents continue others.
 
@@ -105,6 +111,9 @@ def with_pixels(model: CausalLM, batch: Batch, pixels: Batch) -> Batch | None:
 
 INPUTS = frozenset({"input_ids", "labels", "cu_seqlens", "parents", *PromptInputs.__annotations__})
 """The keys of a batch that are arguments of a model's forward."""
+SHARING_DEVICES: tuple[str, ...] = ACCELERATORS
+"""Types of the devices on which answers share the tokens of their prompt. On the CPU, attention with a mask takes time
+for all pairs of tokens in a row, and all answers of a batch are in one row."""
 PACKED = frozenset({"input_ids", "labels", "cu_seqlens"})
 """The keys of a batch of text."""
 
@@ -255,8 +264,7 @@ class Compared(Objective):
 
     def batch(self, model: CausalLM, batch: Any) -> Batch:
         """See `Objective.batch`. The answers of a pair share the tokens of their prompt if the models support this."""
-        models = [model, *([] if self.reference.model is None else [self.reference.model])]
-        if self.rows_of_example != 2 or not all(model.takes_parents for model in models):
+        if self.rows_of_example != 2 or not share_in(model, self.reference.model):
             return batch  # type: ignore[no-any-return]
         # Both answers of a pair have the pixels of their prompt, first those of the chosen answers.
         pixels = {name: tensor[: len(tensor) // 2] for name, tensor in batch.items() if name not in PACKED}

@@ -38,6 +38,12 @@ def save_llama(folder: Path, tokenizer: str, *, seed: int = 0, **sizes: int) -> 
     model.save_pretrained(folder)
 
 
+@pytest.fixture
+def sharing(monkeypatch):
+    """Answers share the tokens of their prompt on the CPU, too."""
+    monkeypatch.setattr("liger_models.train.objectives.SHARING_DEVICES", ("cpu", "cuda"))
+
+
 def log(run: Path) -> list[dict[str, Any]]:
     """The lines of a run's log, without what depends on the machine."""
     lines = map(json.loads, (run / "log.jsonl").read_text().splitlines())

@@ -21,7 +21,7 @@ from liger_models.train.objective_options import make_objective
 from ..data.examples import write
 from ..data.vision import chat, make_model, save_pictures
 from ..parallel.conftest import two  # noqa: F401
-from .runs import log, no_group_is_left  # noqa: F401
+from .runs import log, no_group_is_left, sharing  # noqa: F401
 
 pytestmark = pytest.mark.slow
 
@@ -177,7 +177,7 @@ def test_answers_about_images_are_sampled_and_rewarded(folder, family, monkeypat
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_answers_that_share_a_prompt_with_images(folder, family, monkeypatch):
+def test_answers_that_share_a_prompt_with_images(folder, family, monkeypatch, sharing):  # noqa: F811
     """The images of a prompt are seen once for all of its answers, with the same loss and gradients."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     given = {"num_generations": 3, "max_new_tokens": 4, "reward": f"{folder}/reward.py:short", "batch_size": 4}
@@ -193,7 +193,7 @@ def test_answers_that_share_a_prompt_with_images(folder, family, monkeypatch):
     found = []
     for shares in (True, False):
         if not shares:
-            monkeypatch.setattr(made, "_shares_prompts", lambda model: False)
+            monkeypatch.setattr("liger_models.train.objectives.SHARING_DEVICES", ())
         torch.manual_seed(0)
         batch = made.batch(model, rows)
         assert ("parents" in batch) == (shares and model.takes_parents)

@@ -9,6 +9,7 @@ import types
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -39,12 +40,12 @@ from liger_models.parallel import apply_fsdp
 from liger_models.train import grpo as grpo_module
 from liger_models.train.loop import TrainOptions, train
 from liger_models.train.objective_options import make_objective
-from liger_models.train.objectives import Metrics, add_metrics
+from liger_models.train.objectives import Metrics, add_metrics, with_pixels
 from liger_models.train.options import read_options
 
 from ..data.conftest import tokenizer  # noqa: F401
 from ..parallel.conftest import two  # noqa: F401
-from .runs import log, no_group_is_left, save_llama  # noqa: F401
+from .runs import log, no_group_is_left, save_llama, sharing  # noqa: F401
 
 pytestmark = pytest.mark.slow
 
@@ -276,7 +277,7 @@ def test_an_evaluation_counts_each_pair_once(folder, tmp_path):
 
 
 @pytest.mark.parametrize("objective", ["dpo", "orpo", "cpo", "simpo"])
-def test_answers_of_a_pair_share_their_prompt(folder, tmp_path, objective):
+def test_answers_of_a_pair_share_their_prompt(folder, tmp_path, objective, sharing):  # noqa: F811
     """The loss, its gradients and the metrics are those of rows that each have a prompt and one answer."""
     options = TrainOptions(model="m", data="d", output="o", objective=objective, batch_size=4, lora_r=4)
     made = make_objective(options)
@@ -304,10 +305,21 @@ def test_answers_of_a_pair_share_their_prompt(folder, tmp_path, objective):
             gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
             found.append((loss, metrics, made.evaluate(model, each), gradients))
         torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-9)
-    pixels = {**batches[0], "pixel_values": torch.zeros(1)}
-    assert made.batch(model, pixels) is pixels
+    # An image must not be divided between a prompt and its answers.
+    shared, pixels = made.batch(model, batches[0]), {"pixel_values": torch.zeros(1)}
+    divided = SimpleNamespace(image_token_id=int(shared["input_ids"][0, shared["cu_seqlens"][1]]))
+    assert with_pixels(SimpleNamespace(config=divided), shared, pixels) is None
+    assert with_pixels(SimpleNamespace(config=SimpleNamespace(image_token_id=999)), shared, pixels) == shared | pixels
     model.bidirectional = True  # such a model does not take parents
     assert made.batch(model, batches[0]) is batches[0]
+
+
+def test_prompts_are_not_shared_on_a_cpu(folder, tmp_path):
+    made = make_objective(TrainOptions(model="m", data="d", output="o", objective="orpo", batch_size=4))
+    model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    given = {"length": 128, "batch_size": 4, "overflow": None, "cache_dir": tmp_path, "progress": False}
+    batch = next(iter(made.dataset([str(folder / "pairs.jsonl")], model, **given)))
+    assert made.batch(model, batch) is batch
 
 
 @pytest.mark.parametrize("objective", ["dpo", "orpo", "kto", "distill"])
@@ -461,7 +473,7 @@ def answers_in(batch) -> tuple[list[torch.Tensor], list[list[int]]]:
 
 
 @pytest.mark.parametrize(("loss_type", "beta"), [("dapo", 0.0), ("grpo", 0.2)])
-def test_a_batch_of_grpo(folder, loss_type, beta):
+def test_a_batch_of_grpo(folder, loss_type, beta, sharing):  # noqa: F811
     """Rows, advantages and loss, as examples/grpo.py computes them."""
     name = f"{folder}/reward.py:share"
     given = {"model": str(folder / "teacher"), "data": "d", "output": "o", "objective": "grpo", "length": 32}
@@ -631,7 +643,7 @@ def test_answers_are_sampled_from_gathered_weights_if_there_is_room(folder, monk
 
 
 @pytest.mark.parametrize(("repeats", "beta"), [(1, 0.0), (2, 0.2)])
-def test_grpo_trains_through_the_experts_that_sampled(folder, repeats, beta):
+def test_grpo_trains_through_the_experts_that_sampled(folder, repeats, beta, sharing):  # noqa: F811
     """The recorded choice goes with the tokens, padded; the policy takes it, and the reference routes by itself."""
     given = {"model": "m", "data": "d", "output": "o", "objective": "grpo", "length": 32, "beta": beta}
     given |= {"reward": f"{folder}/reward.py:share", "num_generations": 4, "max_new_tokens": 6, "replay_routing": True}
