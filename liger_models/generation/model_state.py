@@ -75,7 +75,8 @@ class ModelState:
         """Whether a forward can be captured as a CUDA graph, provided that the device and PyTorch's modes allow it."""
 
         self._steps: dict[Hashable, int] = {}
-        """Maps the kind (the shapes) of each step that has run to the result of `num_derived` after the step."""
+        """For each kind of step that has run (a kind determines the shapes), the number of derived tensors after the
+        step (`num_derived`)."""
         self.cached: DecodeCache | None = None
         """A cache of one token on the meta device. It shows what each layer caches. None before the first rollout."""
 

@@ -94,8 +94,8 @@ class Adaptable:
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Call `Checkpoint.load_state_dict`. While PEFT adapts the model (see `tree`), load parameters only by the
-        names that `state_dict` uses."""
+        """Load parameters as `Checkpoint.load_state_dict` does. While PEFT adapts the model (see `tree`), the names of
+        a Hugging Face checkpoint are not accepted, only the names of `state_dict`."""
         if self.tree is not None:
             model: Any = self
             return nn.Module.load_state_dict(model, state_dict, strict, assign)

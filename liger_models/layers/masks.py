@@ -159,8 +159,8 @@ class Copies(NamedTuple):
     """The keys that packed documents attend to if some of them continue others; see `copy_keys`.
 
     Attributes:
-        tokens: [m] int64, for each document the indices of the tokens of the document that it continues, and then the
-            indices of its own tokens, in the flattened batch.
+        tokens: [m] int64, indices into the flattened batch: for each document, first the tokens of the document that it
+            continues, if there is one, and then its own tokens.
         segments: the bounds of the documents in ``tokens``.
         counts: [n] int32, the number of documents that continue each document.
     """

@@ -249,8 +249,8 @@ class Search:
         return tuple(sorted(counts.items()))
 
     def _best_sums(self, counts: tuple[tuple[int, int], ...], ceiling: int, largest: int | None) -> Tensor:
-        """For each choice of policies for some blocks, compute the sums over these blocks. The result [N, columns] has
-        one row for each of N choices, with the fastest choice first.
+        """For each choice of policies for some blocks, compute the sums over these blocks. The result is [N, columns],
+        one row per choice, with the fastest choice first. `KEPT` describes the columns.
 
         A choice may be dropped if a faster choice needs no more bytes.
 

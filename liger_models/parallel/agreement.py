@@ -272,7 +272,8 @@ def _facts_of_model(model: Decoder) -> dict[str, str]:
 
 
 def _facts_of_batch(batch: Mapping[str, Any]) -> dict[str, str]:
-    """Map the names of a batch's arguments to descriptions, which must be the same on ranks that share the batch."""
+    """For each argument in a batch, describe its value: shape and dtype of a tensor, with a checksum of integers, or
+    the value itself. Ranks that share the batch must have equal descriptions."""
     facts = {}
     for name, value in batch.items():
         if isinstance(value, Tensor):

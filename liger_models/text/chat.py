@@ -347,7 +347,7 @@ class _Group(NamedTuple):
 
     Attributes:
         owner: the index of the message, or `_TOOLS`.
-        start, end: the positions of the first and the last mark in the text without marks.
+        start, end: the positions of the first and the last mark, in characters of the text after all marks are removed.
         number: the number of the last mark.
         is_repeated: whether the marks repeat earlier marks. For example, a call's name may be repeated next to the
             call's result.

@@ -122,7 +122,8 @@ def qwen3_vl_map(config: Any, text: str, visual: str, mlp: Mapping[str, Any] | N
     Args:
         config: config of the model.
         text, visual: prefixes of the language model's and the tower's tensors.
-        mlp: arguments of `decoder_map` that replace dense MLPs; see `sparse_mlps`.
+        mlp: keyword arguments of `decoder_map` if some MLPs are mixtures of experts, as `sparse_mlps` returns them;
+            None if all MLPs are dense.
     """
     mlp = mlp or {}
     tower, over = qwen3_vl_tower(config.vision_config, visual)

@@ -80,9 +80,9 @@ class Tiles(NamedTuple):
     Attributes:
         block_m, block_n: number of queries and number of keys in a tile of attention weights (forward) or of p and ds
             (backward).
-        block_d: number of columns of a head per step of the kernels that write these tiles.
-        weights, scores: launch options of the kernels that write these tiles in the forward and in the backward,
-            respectively.
+        block_d: number of columns of a head over which a kernel sums in one step of q · kᵀ or do · vᵀ.
+        weights, scores: launch options of the kernels that write tiles of weights (forward), and of p and ds
+            (backward).
         columns: number of columns of a tile of o, dq, dk and dv.
         step: number of queries or keys per step of the kernels that write o, dq, dk and dv.
         products: launch options of the kernels that write o, dq, dk and dv.

@@ -130,7 +130,7 @@ def _pair(kind: str, to: str, word: str, byte: int, scale: int, table: str) -> s
         to: the register of the result.
         word: the register of the codes.
         byte: index of the byte in the word, from 0 to 3.
-        scale: index of the registers s and d that `_prepare` sets.
+        scale: i, where the registers s{i} and d{i} hold the factors that `_prepare` has computed from the scale.
         table: the register with the address from `fill`.
     """
     ptx = f"dp4a.u32.u32 m, {word}, {128 << 8 * byte}, {table};\n"

@@ -113,7 +113,7 @@ def sort_by_expert(experts: Tensor, X: int, copies: int | None = None) -> tuple[
         copies: S, the number of copies that have an expert; None if all copies have an expert.
 
     Returns:
-        ``(order [S], slot [N · K], ends [X])`` in int32.
+        ``(order [S], slot [N · K], ends [X])`` in int32, as the module's docstring defines them.
     """
     programs = X if copies is None else X + 1  # the last program sorts the copies without an expert
     experts = experts.contiguous().to(torch.int16)
