@@ -44,7 +44,7 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to a device. The host does not wait for a copy from its own memory."""
     if tensor.device.type == "cpu" and device.type == "cuda" and not torch.compiler.is_compiling():
         tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=device.type != "cpu")  # a copy to the host must be complete
 
 
 def empty_on(device: Any, tensor: Tensor) -> Tensor:

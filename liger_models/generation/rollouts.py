@@ -137,7 +137,9 @@ def rollout(
 
     invariant = batch_invariant() if deterministic else nullcontext()
     with resharded(model), evaluating(modules), derived.used(), invariant, in_lockstep(model):
-        pool = _make_pool(probe, rows, min(batch_size, len(rows)), cache_bytes, model, _overhang(settings))
+        # Neither rounds with drafts nor deterministic attention read the pages of a group at once.
+        groups = draft is None and not deterministic
+        pool = _make_pool(probe, rows, min(batch_size, len(rows)), cache_bytes, model, _overhang(settings), groups)
         return Scheduler(
             model, rows, pool, settings, chunk_size, steps_per_read, record_routing, deterministic, draft
         ).run()
@@ -186,7 +188,7 @@ def drafted_steps(
         if isinstance(probe, str):
             raise ValueError(f"generate: with LigerMTP as draft_model, {probe}. Omit draft_model.")
         probe = with_layers_of(draft, probe, tokens[0])
-    pool = _make_pool(probe, rows, len(rows), None, model, _overhang(settings))
+    pool = _make_pool(probe, rows, len(rows), None, model, _overhang(settings), groups=False)
     scheduler = Scheduler(model, rows, pool, settings, CHUNK_SIZE, ROUNDS_PER_READ, draft=draft)
 
     # A round adds different numbers of tokens to the rows. Yield the columns that all running rows have. Rows that
@@ -248,12 +250,13 @@ def _make_rows(prompts: list[list[int]], limits: list[int], stop_tokens: Any, se
 
 
 def _make_pool(
-    probe: DecodeCache, rows: list[Row], num_rows: int, cache_bytes: int | None, model: Decoder, overhang: int
-) -> PagePool:
+    probe: DecodeCache, rows: list[Row], num_rows: int, cache_bytes: int | None, model: Decoder, overhang: int,
+    groups: bool,
+) -> PagePool:  # fmt: skip
     """Create a cache for ``num_rows`` running rows, with the same kinds of layers as the cache ``probe``.
 
     The page table has entries for ``overhang`` positions after the last token of a row, but these positions need no
-    pages.
+    pages. ``groups`` says whether steps can read shared pages once for several rows.
     """
     device, group = model.device, model.groups.tensor
     if cache_bytes is None:
@@ -276,7 +279,7 @@ def _make_pool(
     # The length is rounded so that the steps of many rollouts have the same shapes; see `ModelState.is_ready`.
     # Rows with the same prompt share the pages that the prompt fills.
     repeats = len({row.prompt for row in rows}) < len(rows)
-    groups = repeats and any(row.begin > LEAST_SHARED for row in rows)
+    groups = groups and repeats and any(row.begin > LEAST_SHARED for row in rows)
     capacity = rounded_tokens(longest.end - 1 + overhang)
     return PagePool(num_rows, capacity, device, pages=pages, like=probe, groups=groups)
 

@@ -174,13 +174,23 @@ class BatchLayout:
         """
         B, T = shape
         past = cache.length if cache is not None else 0
-        check_tensors(position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens)
+        check_tensors(
+            position_ids=position_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, parents=parents
+        )  # fmt: skip
         if attention_mask is not None and cu_seqlens is not None:
             raise ValueError(
                 "forward: attention_mask and cu_seqlens exclude each other, got both. Packed batches need no mask."
             )
-        if parents is not None:
-            _check_parents(parents, cu_seqlens, T, alone=cache is None and visible_until is None)
+        if parents is not None and (cu_seqlens is None or cache is not None or is_batch_invariant()):
+            raise ValueError(
+                "forward: parents needs cu_seqlens, and can't be combined with a decode cache or "
+                "deterministic_forward. Give each document the tokens of its parent instead."
+            )
+        if parents is not None and visible_until is not None:
+            raise ValueError(
+                "forward: parents can't be combined with tokens that attend to later tokens, such as those of images "
+                "or of a prefix, got such tokens. Give each document the tokens of its parent instead."
+            )
         if cache is not None and cu_seqlens is not None and (not cache.takes_documents or past):
             raise ValueError("forward: cu_seqlens can't be used with a decode cache. Pass one of the two.")
 
@@ -189,7 +199,8 @@ class BatchLayout:
         if cu_seqlens is not None:
             documents, index = number_documents(cu_seqlens, B, T, device)
             positions = index
-            if parents is not None:
+            if parents is not None and B * T > 0:
+                _check_parents(parents, cu_seqlens, B, T)
                 continued = _follow(parents, cu_seqlens, documents, index)
                 positions = continued.places
         elif attention_mask is not None:
@@ -419,31 +430,26 @@ def _check_rising(positions: Tensor, attention_mask: Tensor | None) -> None:
     )
 
 
-def _check_parents(parents: Tensor, cu_seqlens: Tensor | None, T: int, *, alone: bool) -> None:
-    """Raise ValueError unless each document of a batch with rows of T tokens may continue its parent.
+def _check_parents(parents: Tensor, cu_seqlens: Tensor, B: int, T: int) -> None:
+    """Raise ValueError unless each document of a batch [B, T] may continue its parent.
 
     Args:
         parents, cu_seqlens: as in `BatchLayout.build`.
-        T: number of tokens of a row.
-        alone: whether there is neither a decode cache nor a token that attends to later tokens.
     """
-    if cu_seqlens is None or not alone or is_batch_invariant():
-        raise ValueError(
-            "forward: parents needs cu_seqlens, and can't be combined with a decode cache, images or "
-            "deterministic_forward. Give each document the tokens of its parent instead."
-        )
     dtype, n = parents.dtype, len(cu_seqlens) - 1
     if tuple(parents.shape) != (n,) or dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         raise ValueError(
             f"forward: parents must hold one integer for each of the {n} documents of cu_seqlens, got "
             f"{list(parents.shape)} {dtype}."
         )
-    numbers, bounds = parents.tolist(), cu_seqlens.tolist()
+    numbers, bounds = parents.tolist(), cu_seqlens.clamp(max=B * T).tolist()
     for number, parent in enumerate(numbers):
         # The document before this one is the parent, or has the same parent.
         follows = number > 0 and parent == (number - 1 if numbers[number - 1] == -1 else numbers[number - 1])
-        one_row = follows and bounds[parent] // max(T, 1) == (bounds[number + 1] - 1) // max(T, 1)
-        if parent != -1 and not one_row:
+        # A document without tokens may be in any row.
+        empty = bounds[number] == bounds[number + 1]
+        one_row = empty or (follows and bounds[parent] // T == (bounds[number + 1] - 1) // T)
+        if parent != -1 and not (follows and one_row):
             raise ValueError(
                 f"forward: parents must hold -1, or the number of the document that document {number} follows in its "
                 f"row, directly or after others that continue it, got {parent}. Put the documents in this order."

@@ -131,19 +131,22 @@ class LabeledTokens:
 
     Args:
         labels: [B, T] int64, not shifted.
+        rows: [sequences, n] int64, the indices of the tokens of each sequence among all B · T tokens, if the sequences
+            are not the rows of the batch; see `pack_answers`.
     """
 
-    def __init__(self, labels: Tensor) -> None:
+    def __init__(self, labels: Tensor, rows: Tensor | None = None) -> None:
         self.shape = labels.shape
+        self.rows = rows
+        """The indices [sequences, n] of the selected tokens among all B · T tokens; None for all tokens."""
         # No sequence has more targets than labels.
-        self.most = HostCount((labels != -100).sum(1).amax())
-        self.rows: Tensor | None = None
-        """Indices [B, n] of the selected tokens among all B · T tokens; None for all tokens."""
+        self.most = None if rows is not None else HostCount((labels != -100).sum(1).amax())
 
     def select(self, x: Tensor, target: Tensor, *values: Tensor | None) -> tuple[Any, ...]:
         """Return n tokens of each sequence, in order. They include all tokens of the sequence that have a target.
 
-        n is a multiple of `TOKEN_MULTIPLE`. If T is at most n, the arguments are returned unchanged.
+        If the sequences are the rows of the batch, n is a multiple of `TOKEN_MULTIPLE`. If T is then at most n, the
+        arguments are returned unchanged.
 
         Args:
             x: [B, T, C].
@@ -151,12 +154,13 @@ class LabeledTokens:
             values: further tensors [B, T], or None.
 
         Returns:
-            x [B, n, C], the target [B, n], and the values [B, n].
+            x [sequences, n, C], the target [sequences, n], and the values [sequences, n].
         """
-        (B, T), n = self.shape, self.most.rounded_up(TOKEN_MULTIPLE)
-        if n >= T:
-            return x, target, *values
         if self.rows is None:
+            assert self.most is not None
+            (B, T), n = self.shape, self.most.rounded_up(TOKEN_MULTIPLE)
+            if n >= T:
+                return x, target, *values
             order = (target == -100).to(torch.uint8).argsort(dim=1, stable=True)  # tokens with a target come first
             self.rows = order[:, :n] + T * torch.arange(B, device=order.device)[:, None]
         others = (None if value is None else value.flatten()[self.rows] for value in values)
@@ -165,24 +169,6 @@ class LabeledTokens:
     def spread(self, results: Tensor) -> Tensor:
         """Expand the results [B, n] for the tokens that `select` returned to [B, T], with zeros for other tokens."""
         return _spread(results, self.rows, self.shape)
-
-
-class AnswerTokens:
-    """The tokens that predict the answers of a packed batch, as `pack_answers` returns them.
-
-    The class has the method `select` of `LabeledTokens`.
-
-    Args:
-        tokens: [n, m] int64, indices among all B · T tokens.
-    """
-
-    def __init__(self, tokens: Tensor) -> None:
-        self.tokens = tokens
-
-    def select(self, x: Tensor, target: Tensor, *values: Tensor | None) -> tuple[Any, ...]:
-        """Return the tokens [n, m] of x [B, T, C], of the target [B, T] and of the values [B, T]."""
-        others = (None if value is None else value.flatten()[self.tokens] for value in values)
-        return *select_tokens(x, target, self.tokens), *others
 
 
 def select_tokens(x: Tensor, target: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -155,8 +155,9 @@ class GRPOObjective(Objective):
             advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
 
         filler, experts = model.tokenizer.padding_id, experts if self.replays else []
-        batch = None
-        if not self.deterministic and share_in(model, self.reference.model):
+        # A multi-token prediction block predicts the token after the next one, which must be in the same document.
+        batch, shares = None, not self.deterministic and self.block is None
+        if shares and share_in(model, self.reference.model):
             batch, tokens = pack_answers(prompts, answers, filler=filler, routed_experts=experts)
             batch = with_pixels(model, batch, join_rows(pixels))
         if batch is None:

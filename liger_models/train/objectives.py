@@ -21,7 +21,7 @@ from liger_models.data.formats import DOCUMENTS
 from liger_models.data.sampled_answers import share_prompts
 from liger_models.generation.options import PromptInputs
 from liger_models.kernels.dispatch import ACCELERATORS
-from liger_models.layers.lm_head import AnswerTokens, LabeledTokens
+from liger_models.layers.lm_head import LabeledTokens
 from liger_models.losses.cosine import LigerFusedLinearCosineSimilarityLoss
 from liger_models.losses.cpo import LigerFusedLinearCPOLoss
 from liger_models.losses.dpo import LigerFusedLinearDPOLoss
@@ -296,7 +296,7 @@ class Compared(Objective):
         """Run the model. Returns (output, metrics), where ``output.loss`` is a pair: the loss, and the values from
         which the metrics are computed."""
         inputs = {name: tensor for name, tensor in batch.items() if name in INPUTS}
-        tokens = AnswerTokens(batch["answer_tokens"]) if "parents" in batch else LabeledTokens(batch["labels"])
+        tokens = LabeledTokens(batch["labels"], batch.get("answer_tokens"))
         log_probs = self.reference(model, _log_probs(inputs)) if self.needs_reference else None
 
         # The loss runs inside the forward of the head, for which FSDP gathers the head's weight.

@@ -60,6 +60,12 @@ def test_documents_that_continue_others():
     assert windowed.dense[0, 0].sum(1).tolist() == [1, 2, 2, 2, 2, 1, 1]
     assert windowed.dense[0, 0, 4].tolist() == [False, True, False, False, True, False, False]
 
+    # Bounds after the last token, no tokens, and an empty document of an empty parent at the end of a row.
+    assert build(1, 3, **packed([0, 2, 70], parents=torch.tensor([-1, 0]))).position_ids.tolist() == [[0, 1, 2]]
+    assert build(1, 0, **packed([0, 0, 0], parents=torch.tensor([-1, 0]))).position_ids.shape == (1, 0)
+    layout = build(2, 4, **packed([0, 4, 4, 4, 8], parents=torch.tensor([-1, -1, 1, -1])))
+    assert layout.position_ids.tolist() == [[0, 1, 2, 3]] * 2
+
     # Rows of a batch, an empty document, an empty parent.
     layout = build(2, 4, cu_seqlens=torch.tensor([0, 2, 2, 4, 4, 7, 8]), parents=torch.tensor([-1, 0, 0, -1, 3, -1]))
     assert layout.position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 0]]
@@ -139,9 +145,10 @@ def test_a_cache_takes_memory_for_its_tokens(monkeypatch):
             "position_ids must rise along each row",
         ),
         ({"parents": torch.tensor([-1])}, "parents needs cu_seqlens, and can't be combined with a decode cache"),
+        (packed(parents=[-1, 0]), "parents must be a tensor, got list"),
         (
             packed(parents=torch.tensor([-1, 0]), visible_until=torch.arange(3)[None]),
-            "parents .* can't be combined with a decode cache, images or",
+            "parents can't be combined with tokens that attend to later tokens",
         ),
         (packed(parents=torch.tensor([-1])), r"one integer for each of the 2 documents .* got \[1\] torch.int64"),
         (packed(parents=torch.tensor([-1.0, 0.0])), r"one integer for each of .* got \[2\] torch.float32"),

@@ -523,6 +523,12 @@ def test_a_batch_of_grpo(folder, loss_type, beta, sharing):  # noqa: F811
     if beta:
         assert (found["kl"][0] / found["kl"][1]).item() == pytest.approx(metrics[0].item())
 
+    # A multi-token prediction block predicts tokens beyond the first one of an answer from the prompt.
+    objective._answers = lambda *_: (answers, [], [], None)
+    assert "parents" in objective.batch(model, next(iter(data)))
+    objective.block = mock.Mock()
+    assert "parents" not in objective.batch(model, next(iter(data)))
+
 
 def test_rewards_that_are_large_or_equal(folder):
     """Rewards that fp32 does not tell apart have advantages, and equal ones have none."""

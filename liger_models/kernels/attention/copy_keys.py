@@ -26,10 +26,10 @@ def _add_copies_kernel(
     dy_ptr, dx_ptr, bounds_ptr, copy_bounds_ptr, copies_ptr, WIDTH, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Add the gradients dy [m, WIDTH] of all copies of a document's tokens, for ROWS tokens and BLOCK columns."""
-    document = tl.program_id(0)
+    document = tl.program_id(1)
     start = tl.load(bounds_ptr + document)
     length = tl.load(bounds_ptr + document + 1) - start
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = (row < length) & (column < WIDTH)
 
@@ -53,18 +53,20 @@ def _copy_keys_backward(
     dy: Tensor, tokens: Tensor, cu_seqlens: Tensor, copy_bounds: Tensor, copies: Tensor, max_seqlen: Size, N: Size
 ) -> Tensor:
     if not use_triton(dy):
-        return torch.zeros(N, *dy.shape[1:], dtype=dy.dtype, device=dy.device).index_add_(0, tokens, dy)
+        wide = torch.promote_types(dy.dtype, torch.float32)
+        total = torch.zeros(N, *dy.shape[1:], dtype=wide, device=dy.device)
+        return total.index_add_(0, tokens, dy.to(wide)).to(dy.dtype)
     dx = torch.empty(N, *dy.shape[1:], dtype=dy.dtype, device=dy.device)
     width = dx[0].numel()
     with on_device_of(dy):
-        _add_copies_kernel[len(copies), cdiv(max_seqlen, ROWS), cdiv(width, COLUMNS)](
+        _add_copies_kernel[cdiv(max_seqlen, ROWS), len(copies), cdiv(width, COLUMNS)](
             dy.contiguous(), dx, cu_seqlens, copy_bounds, copies, width, ROWS=ROWS, BLOCK=COLUMNS
         )
     return dx
 
 
 def _fake(x: Tensor, tokens: Tensor, *_: object) -> Tensor:
-    return x.new_empty(len(tokens), *x.shape[1:])
+    return x.new_empty(tokens.shape[0], *x.shape[1:])  # `len` would turn a symbolic size into a constant
 
 
 def _fake_backward(

@@ -45,7 +45,8 @@ def _store_choice(row, token, most, total, logits_ptr, token_ptr, log_prob_ptr, 
     x = tl.load(logits_ptr + row * logits_n + token).to(tl.float32)
     tl.store(token_ptr + row, token.to(tl.int64))
     # The highest logit adds 1 to the sum. The sum is therefore below 1 only if no logit is finite.
-    tl.store(log_prob_ptr + row, x - most - tl.log(tl.maximum(total, 1.0)))
+    # `tl.maximum` would hide NaN.
+    tl.store(log_prob_ptr + row, x - most - tl.log(tl.where(total < 1.0, 1.0, total)))
 
 
 @triton.jit

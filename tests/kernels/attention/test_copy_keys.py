@@ -71,6 +71,26 @@ def test_opcheck(kernel_device):
     opcheck(torch.ops.liger_models.copy_keys, (x.requires_grad_(), *(options[name] for name in names)))
 
 
+def test_one_graph_for_all_lengths():
+    """A compiled block gets batches of many lengths."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(copy_keys, backend=backend, fullgraph=True)
+    for length in range(3, 9):
+        bounds = [0, length, 2 * length + 1, 3 * length]
+        copies = Copies.of(bounds, [-1, 0, 0], torch.device("cpu"))
+        x = torch.randn(bounds[-1], 2, 4)
+        options = {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32), "copies": copies.counts}
+        options |= {"tokens": copies.tokens, "copy_bounds": copies.segments.cu_seqlens, "max_seqlen": length + 1}
+        assert torch.equal(compiled(x, **options), x[copies.tokens])
+    assert len(graphs) == 2  # the first length is a constant
+
+
 def test_integers_are_refused():
     _, _, options = make("none", (1, 1), torch.float32, "cpu")
     with pytest.raises(TypeError, match="copy_keys: x must be a floating-point tensor"):

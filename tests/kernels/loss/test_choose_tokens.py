@@ -36,6 +36,15 @@ def test_the_first_of_equal_scores_is_chosen(backend, monkeypatch):
     assert choose_tokens(logits)[0].tolist() == [20, 77, 0]
 
 
+def test_a_logit_that_is_no_number_shows(kernel_device):
+    """In the log-probability of its row, even if another token is chosen."""
+    logits = torch.randn(3, 20000, device=kernel_device)
+    logits[1, 9999] = float("nan")
+    for draws in ((), (torch.arange(3, device=kernel_device), torch.zeros(3, dtype=torch.int64, device=kernel_device))):
+        _, log_probs = choose_tokens(logits, None, *draws)
+        assert log_probs.isnan().tolist() == [False, True, False]
+
+
 def test_opcheck(kernel_device):
     logits, numbers = torch.randn(2, 9, device=kernel_device), torch.tensor([3, 4], device=kernel_device)
     opcheck(torch.ops.liger_models.choose_tokens, (logits, logits * 2, numbers, numbers))
