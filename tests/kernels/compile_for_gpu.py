@@ -43,6 +43,7 @@ from liger_models.kernels.embedding import embedding
 from liger_models.kernels.float8.float8 import RECIPES, Float8, float8_dtype, round_known, transposed
 from liger_models.kernels.float8.float8_gated_mlp import float8_gated_mlp
 from liger_models.kernels.float8.float8_linear import float8_norm_linear
+from liger_models.kernels.frozen.float8_tiles import tile_product
 from liger_models.kernels.frozen.frozen_float8_linear import frozen_float8_linear
 from liger_models.kernels.frozen.nf4_linear import nf4_linear
 from liger_models.kernels.frozen.products import quantized_linear
@@ -226,6 +227,11 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
             pair = draw_(48, K).detach(), draw_(N, 48).detach()
             low_rank_linear(draw_(rows, K).detach(), weight, None, pair)
     differentiate(frozen_float8_linear(draw_(64, C), rounded))
+    if dtype == torch.bfloat16:  # other dtypes are dequantized
+        operands = draw(64, C).to(torch.float8_e4m3fn), draw(64, dtype=torch.float32)
+        for bias in (None, draw(64)):
+            tile_product(*operands, *operands, bias)
+        rms_norm_linear(None, draw_(64, C).detach(), norm.detach(), FrozenWeight.of(rounded))
     gated_mlp(None, draw_(1, 512), draw_(512), FrozenWeight.of(codes), draw_(8, 4))
     gated_mlp(None, draw_(1, C), norm, FrozenWeight.of(rounded), draw_(8, 32))
     stored = draw_(64, C).detach().to(torch.float8_e4m3fn), torch.ones(64, C // 128)

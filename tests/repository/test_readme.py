@@ -213,6 +213,7 @@ def test_every_op_is_documented():
         "kernels/attention/workspace.py",
         "kernels/dispatch.py",
         "kernels/float8/float8_product.py",
+        "kernels/float8/frozen_product.py",
         "kernels/frozen/products.py",
         "kernels/launch.py",
         "kernels/linear/projection.py",

@@ -38,6 +38,7 @@ from torch import Tensor
 from liger_models.kernels.activation.gated_act import _activation, _load_pairs
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.norm.row_norm import scale_rows
+from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import cdiv, next_power_of_2, num_warps
 
 ROWS, COLUMNS, TILES = 64, 128, 4
@@ -329,8 +330,9 @@ def _round_kernel(
 def _round_rows_kernel(
     x_ptr, other_ptr, rstd_ptr, rows_ptr, inverse_ptr, N, C, weight_offset,
     KIND: tl.constexpr, ACT: tl.constexpr, SCALE_IN_FP32: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
-    POWER_OF_2: tl.constexpr, COLUMNS: tl.constexpr,
+    POWER_OF_2: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    await_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) + tl.zeros([1, 1], tl.int64)
     largest = tl.zeros([1, COLUMNS], tl.float32)
     for start in range(0, C, COLUMNS):
@@ -348,8 +350,9 @@ def _round_rows_kernel(
 def _rms_norm_round_kernel(
     x_ptr, residual_ptr, w_ptr, h_ptr, rstd_ptr, amax_ptr, rows_ptr, inverse_ptr, C, eps, weight_offset,
     ADD: tl.constexpr, SCALE_IN_FP32: tl.constexpr, BY_ROW: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
-    POWER_OF_2: tl.constexpr, BLOCK: tl.constexpr,
+    POWER_OF_2: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    await_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64) * C
     column = tl.arange(0, BLOCK)
     inside = column < C
@@ -471,7 +474,7 @@ def round_rows(matrix: Matrix, dtype: torch.dtype, power_of_2: bool) -> Float8:
         with on_device_of(matrix.x):
             _round_rows_kernel[(N,)](
                 *pointers, rows, inverse, N, C, matrix.weight_offset, COLUMNS=block, num_warps=max(block // 512, 1),
-                **_limits(dtype, power_of_2), **constants,
+                **_limits(dtype, power_of_2), **constants, **overlap(matrix.x),
             )  # fmt: skip
     return Float8(rows, inverse)
 
@@ -640,7 +643,7 @@ def rms_norm_round(
             _rms_norm_round_kernel[(N,)](
                 residual if x is None else x.contiguous(), residual, weight, h, rstd, amax.view(torch.int32), rows,
                 inverse, C, eps, weight_offset, ADD=x is not None, SCALE_IN_FP32=scale_in_fp32, BY_ROW=recipe.by_row,
-                BLOCK=block, num_warps=num_warps(block), **_limits(dtype, recipe.power_of_2),
+                BLOCK=block, num_warps=num_warps(block), **_limits(dtype, recipe.power_of_2), **overlap(h),
             )  # fmt: skip
     if recipe.by_row:
         return Float8(rows, inverse), h, rstd

@@ -31,9 +31,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.kernels.dispatch import cuda_capability, on_device_of, tl, triton, use_triton
+from liger_models.kernels.frozen.float8_tiles import takes_tiles, tile_product
 from liger_models.kernels.frozen.products import quantized_linear
 from liger_models.kernels.frozen.weight import FORMATS, Format, FrozenWeight, register
 from liger_models.kernels.matmul.row_linear import LowRank, are_few, row_linear_forward
+from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 DTYPE = torch.float8_e4m3fn
@@ -80,8 +82,9 @@ def quantize_rows_reference(x: Tensor, factors: Tensor | None = None) -> tuple[T
 @triton.jit
 def _quantize_rows_kernel(
     x_ptr, factor_ptr, code_ptr, scale_ptr, K, x_n, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
-    HAS_FACTORS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_FACTORS: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    await_previous(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < K
@@ -102,10 +105,16 @@ def quantize_rows(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Ten
     with on_device_of(x):
         _quantize_rows_kernel[(N,)](
             x, scales if factors is None else factors, codes, scales, K, x.stride(0), LARGEST=LARGEST,
-            SMALLEST=SMALLEST_SCALE, HAS_FACTORS=factors is not None, BLOCK=block,
+            SMALLEST=SMALLEST_SCALE, HAS_FACTORS=factors is not None, BLOCK=block, **overlap(x),
             num_warps=min(max(block // ELEMENTS_PER_WARP, 1), 16),
         )  # fmt: skip
     return codes, scales
+
+
+def round_weight(weight: Tensor) -> FrozenWeight:
+    """Round a dense weight [O, C] to float8, with one scale per row."""
+    codes, scales = quantize_rows(weight) if use_triton(weight) else quantize_rows_reference(weight)
+    return FrozenWeight(FORMATS["float8"], (codes, scales), weight.shape, [], weight.dtype)
 
 
 @triton.jit
@@ -186,9 +195,16 @@ def float8_product(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None
     if not multiplies(rows, codes):
         return F.linear(x, float8_dense(codes, scales, x.dtype), bias)
     # x is also rounded to float8, with a scale per row.
-    y = _scaled_mm(*quantize_rows(rows), codes.t(), scales)
-    y = y if bias is None else y.add_(bias)
+    y = rounded_product(*quantize_rows(rows), codes, scales, bias)
     return y.view(*x.shape[:-1], codes.shape[0])
+
+
+def rounded_product(rows: Tensor, row_scales: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute ``x @ Wᵀ + bias`` [N, O] in bfloat16, from the codes and scales of x [N, C] and of W [O, C]."""
+    if takes_tiles(rows, codes):
+        return tile_product(rows, row_scales, codes, scales, bias)
+    y = _scaled_mm(rows, row_scales, codes.t(), scales)
+    return y if bias is None else y.add_(bias)
 
 
 def float8_input_product(dy: Tensor, codes: Tensor, scales: Tensor) -> Tensor:

@@ -58,6 +58,7 @@ from liger_models.distributed.collectives import (
 )
 from liger_models.kernels.activation.gated_act import check_act, gated_act_reference
 from liger_models.kernels.dispatch import use_triton
+from liger_models.kernels.float8.frozen_product import product_of
 from liger_models.kernels.frozen.products import Weight
 from liger_models.kernels.linear.norm_linear import (
     NormLinearGradients,
@@ -455,11 +456,14 @@ def gated_mlp_save(
 
 
 def _forward(inputs: GatedMLPInputs) -> GatedMLPOutputs:
-    return gated_mlp_forward(inputs, Products(Product(inputs.gate_up), Product(inputs.down)))
+    products = Products(product_of(inputs.gate_up, inputs.ranks), product_of(inputs.down, inputs.ranks))
+    return gated_mlp_forward(inputs, products)
 
 
 def _backward(inputs: GatedMLPUpstream) -> GatedMLPGradients:
-    return gated_mlp_backward(inputs, Products(Product(inputs.saved.gate_up), Product(inputs.saved.down)))
+    saved = inputs.saved
+    products = Products(product_of(saved.gate_up, saved.ranks), product_of(saved.down, saved.ranks))
+    return gated_mlp_backward(inputs, products)
 
 
 def _gradients(saved: GatedMLPSaved, needs: GatedMLPNeeds, upstream: Any) -> GatedMLPGradients:

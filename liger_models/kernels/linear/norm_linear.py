@@ -50,6 +50,7 @@ from liger_models.distributed.collectives import (
     sum_rows,
 )
 from liger_models.kernels.dispatch import use_triton
+from liger_models.kernels.float8.frozen_product import product_of
 from liger_models.kernels.frozen.products import Weight
 from liger_models.kernels.linear.projection import (
     RANKS,
@@ -186,6 +187,7 @@ def norm_linear_forward(inputs: NormLinearInputs, product: Product) -> NormLinea
     else:
         # Each rank has all tokens, so they need not be gathered: [..., C] -> [..., O].
         y = product.forward(normed)
+        y = y.view(*residual.shape[:-1], y.shape[-1])  # the product of rounded rows is [N, O]
     return NormLinearOutputs(y, None if x is None else h, statistics)
 
 
@@ -270,7 +272,7 @@ def norm_linear_save(
 
 
 def _forward(inputs: NormLinearInputs) -> NormLinearOutputs:
-    return norm_linear_forward(inputs, Product(inputs.projection))
+    return norm_linear_forward(inputs, product_of(inputs.projection, inputs.ranks))
 
 
 def _backward(inputs: NormLinearUpstream) -> NormLinearGradients:

@@ -1,0 +1,85 @@
+"""The products of a projection whose frozen weight is in float8, as steps of `norm_linear` and `gated_mlp`.
+
+The products of many rows run in float8, and so their input rows are rounded, too (see `frozen_float8_linear`). In the
+forward, the kernel that computes the rows, which is the kernel of the norm or of the gated activation, also rounds
+them. This saves a launch and a pass over the rows.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.distributed.collectives import Group
+from liger_models.kernels.float8.float8 import Float8, Matrix, Recipe, normed_matrix, rms_norm_round, round_rows
+from liger_models.kernels.frozen.frozen_float8_linear import DTYPE, MOST_ROWS, Float8Rows, multiplies, rounded_product
+from liger_models.kernels.frozen.weight import FrozenWeight
+from liger_models.kernels.linear.projection import Product, Projection
+from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
+from liger_models.kernels.norm.fused_norm import FusedNorm
+from liger_models.kernels.norm.row_norm import MAX_TILE
+
+BY_ROW = Recipe(by_row=True, wide_gradients=False, power_of_2=False, rounds_dw=False)
+
+
+def product_of(projection: Projection, ranks: Group | None) -> Product:
+    """Return the `Product` of a projection. With ``ranks``, each rank has its own rows of the weight.
+
+    Ranks that have their own tokens gather the normalized rows, which are therefore not rounded before.
+    """
+    weight = projection.weight
+    rounds = isinstance(weight, FrozenWeight) and isinstance(weight.format, Float8Rows)
+    gathers = ranks is not None and ranks.sequence_parallel
+    plain = not rounds or gathers or projection.low_rank is not None
+    return Product(projection) if plain else FrozenFloat8Product(projection)
+
+
+class FrozenFloat8Product(Product):
+    """The products of a projection with a frozen weight in float8 and without a low-rank term.
+
+    The rows that `normed` and `gated` return are rounded (`Float8`) if a kernel can round them. A backward that needs y
+    again rounds the same rows again.
+    """
+
+    weight: FrozenWeight
+
+    def normed(self, norm: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Any, Tensor, Tensor]:
+        """Run the norm before this projection, and return ``(rows for `forward`, h, statistics)``."""
+        if norm.weight is None or not self._rounds_normed(norm, residual):
+            return super().normed(norm, x, residual)
+        amax = norm.weight.new_empty(0, dtype=torch.float32)  # unused, because each row has a scale
+        constants = norm.eps, norm.weight_offset, norm.scale_in_fp32
+        return rms_norm_round(x, residual, norm.weight, *constants, BY_ROW, amax)
+
+    def normed_again(self, norm: FusedNorm, h: Tensor, statistics: Tensor, *, for_weight: bool) -> Any:
+        """Recompute the normalized rows [N, C]; see `Product.normed_again`."""
+        if for_weight or norm.weight is None or not self._rounds_normed(norm, h):
+            return super().normed_again(norm, h, statistics, for_weight=for_weight)
+        matrix = normed_matrix(h, norm.weight, statistics, norm.weight_offset, norm.scale_in_fp32)
+        return round_rows(matrix, DTYPE, power_of_2=False)
+
+    def forward(self, rows: Any) -> Tensor:
+        """Compute y from rows [..., C]. If the rows are rounded, y is [N, O]."""
+        if not isinstance(rows, Float8):
+            return super().forward(rows)
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        return rounded_product(rows.data, rows.inverse, self.weight.codes, self.weight.scales, bias)
+
+    def gated_forward(self, rows: Any, act: str) -> tuple[Tensor, Tensor | None]:
+        """Compute y from rows [N, C], and with few rows also `gated_act` of y; see `Product.gated_forward`."""
+        return (self.forward(rows), None) if isinstance(rows, Float8) else super().gated_forward(rows, act)
+
+    def gated(self, gate_up: Tensor, act: str) -> Any:
+        """Compute `gated_act` of gates and ups [N, 2 F], and round the result."""
+        if not self._rounds(gate_up):
+            return super().gated(gate_up, act)
+        return round_rows(Matrix("product", gate_up, act=act), DTYPE, power_of_2=False)
+
+    def _rounds_normed(self, norm: FusedNorm, h: Tensor) -> bool:
+        fits = norm.kind == "rms_norm" and h.dtype == self.dtype and h.shape[-1] <= MAX_TILE
+        return fits and self._rounds(h)
+
+    def _rounds(self, rows: Tensor) -> bool:
+        """Return whether the product of rows [..., K] runs in float8, with rounded rows."""
+        N = rows.numel() // max(rows.shape[-1], 1)
+        return N > MOST_ROWS and not is_batch_invariant() and multiplies(rows.view(N, -1), self.weight.codes)

@@ -1,0 +1,104 @@
+"""Projections with a frozen weight in float8, whose input rows are rounded by the kernel that computes them."""
+
+import pytest
+import torch
+
+from liger_models.kernels.float8 import frozen_product as module
+from liger_models.kernels.frozen import frozen_float8_linear as frozen
+from liger_models.kernels.frozen.frozen_float8_linear import DTYPE, MOST_ROWS, quantize_rows_reference, round_weight
+from liger_models.kernels.linear.gated_mlp import gated_mlp
+from liger_models.kernels.linear.norm_linear import layer_norm_linear, rms_norm_linear
+from liger_models.kernels.linear.projection import Product
+
+C, F, OUT = 64, 96, 48
+MANY = MOST_ROWS + 3
+
+
+def draw(*size, device, dtype=torch.bfloat16):
+    return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size))).to(device, dtype)
+
+
+@pytest.fixture
+def roundings(kernel_device, monkeypatch):
+    """The names of the kernels that round rows. The interpreter's own casts to float8 lose carries."""
+    found = []
+    for place, name in ((module, "rms_norm_round"), (module, "round_rows"), (frozen, "quantize_rows")):
+        kernel = getattr(place, name)
+        kernel = quantize_rows_reference if kernel_device == "cpu" and name == "quantize_rows" else kernel
+        monkeypatch.setattr(
+            place, name, lambda *args, name=name, kernel=kernel, **more: found.append(name) or kernel(*args, **more)
+        )
+    return found
+
+
+def separate(monkeypatch):
+    """Without rows that the norm or the activation rounds."""
+    for name in ("norm_linear", "gated_mlp"):
+        place = f"liger_models.kernels.linear.{name}.product_of"
+        monkeypatch.setattr(place, lambda projection, ranks: Product(projection))
+
+
+def assert_near(got, want, kernel_device):
+    # A value that lies near the middle of two codes may be rounded to either. The interpreter loses carries, too.
+    error = (got.double() - want.double()).norm() / want.double().norm()
+    assert error < (0.01 if kernel_device == "cuda" else 0.05)
+
+
+@pytest.mark.parametrize("shape", [(MANY, C), (2, MANY, C)], ids=str)
+@pytest.mark.parametrize("adds", [False, True])
+def test_the_norm_rounds_its_rows(kernel_device, roundings, monkeypatch, shape, adds):
+    weight, residual = round_weight(draw(OUT, C, device=kernel_device)), draw(*shape, device=kernel_device)
+    x = draw(*shape, device=kernel_device) / 2 if adds else None
+    norm, bias = draw(C, device=kernel_device), draw(OUT, device=kernel_device)
+    roundings.clear()
+    y, h = rms_norm_linear(x, residual, norm, weight, bias, weight_offset=1.0)
+    assert roundings == ["rms_norm_round"]
+    separate(monkeypatch)
+    want, stream = rms_norm_linear(x, residual, norm, weight, bias, weight_offset=1.0)
+    assert roundings == ["rms_norm_round", "quantize_rows"]
+    assert y.shape == want.shape == (*shape[:-1], OUT)
+    torch.testing.assert_close(h, stream, rtol=0, atol=0)
+    assert_near(y, want, kernel_device)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_activation_rounds_its_rows(kernel_device, roundings, monkeypatch, recompute):
+    mlp = round_weight(draw(2 * F, C, device=kernel_device)), round_weight(draw(OUT, F, device=kernel_device))
+    residual, norm = draw(MANY, C, device=kernel_device).requires_grad_(), draw(C, device=kernel_device)
+    dy = draw(MANY, OUT, device=kernel_device)
+    results = []
+    for _ in range(2):
+        roundings.clear()
+        y, _ = gated_mlp(None, residual, norm, *mlp, recompute=recompute)
+        results.append((y, *torch.autograd.grad(y, residual, dy), [*roundings]))
+        separate(monkeypatch)
+    (y, dx, fused), (want, d_want, plain) = results
+    # The backward rounds two gradients, and with recomputation the normalized rows again.
+    assert fused == ["rms_norm_round", "round_rows", *["round_rows"] * recompute, "quantize_rows", "quantize_rows"]
+    assert plain == ["quantize_rows"] * (4 + recompute)
+    assert_near(y, want, kernel_device)
+    assert_near(dx, d_want, kernel_device)
+
+
+def test_other_rows_are_not_rounded_early(kernel_device, roundings):
+    weight, norm = round_weight(draw(OUT, C, device=kernel_device)), draw(C, device=kernel_device)
+    odd = round_weight(draw(OUT + 1, C, device=kernel_device))
+    pair = draw(4, C, device=kernel_device), draw(OUT, 4, device=kernel_device)
+    many, few = draw(MANY, C, device=kernel_device), draw(MOST_ROWS, C, device=kernel_device)
+    roundings.clear()
+    if kernel_device == "cuda":  # the interpreter multiplies few rows in fp16 only
+        rms_norm_linear(None, few, norm, weight)
+    rms_norm_linear(None, many, norm, odd)
+    assert roundings == []
+    rms_norm_linear(None, many, norm, weight, low_rank=pair)
+    layer_norm_linear(None, many, norm, None, weight)
+    rms_norm_linear(None, many.float(), norm, weight)
+    assert roundings == ["quantize_rows"] * 3
+
+
+def test_a_weight_is_rounded_by_rows(kernel_device):
+    weight = draw(OUT, C, device=kernel_device, dtype=torch.float32)
+    rounded = round_weight(weight)
+    assert (rounded.codes.dtype, rounded.scales.shape, rounded.shape) == (DTYPE, (OUT,), weight.shape)
+    error = (rounded.dense() - weight).norm() / weight.norm()
+    assert 1e-3 < error < 0.05
