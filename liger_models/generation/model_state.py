@@ -5,6 +5,7 @@ computes the state, takes about a millisecond. It is called again only if the ad
 has changed.
 """
 
+import copy
 from collections.abc import Hashable
 from itertools import chain
 from typing import Any
@@ -77,8 +78,16 @@ class ModelState:
         self._steps: dict[Hashable, int] = {}
         """For each kind of step that has run (a kind determines the shapes), the number of derived tensors after the
         step (`num_derived`)."""
+        self._variants: dict[Hashable, ModelState] = {}
         self.cached: DecodeCache | None = None
         """A cache of one token on the meta device. It shows what each layer caches. None before the first rollout."""
+
+    def variant(self, name: Hashable) -> "ModelState":
+        """Return a state with its own record of steps, for forwards that replace some of the model's weights."""
+        if name not in self._variants:
+            self._variants[name] = variant = copy.copy(self)
+            variant._steps = {}
+        return self._variants[name]
 
     def add_step(self, kind: Hashable) -> None:
         """Record that a step of this kind has run, so its kernels are compiled.

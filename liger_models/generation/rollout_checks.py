@@ -16,6 +16,7 @@ from liger_models.distributed.groups import ParallelGroups
 from liger_models.generation.deterministic import refusal as deterministic_refusal
 from liger_models.generation.draft_rounds import draft_refusal
 from liger_models.generation.eval_mode import evaluating
+from liger_models.generation.float8_weights import check_float8_weights
 from liger_models.generation.model_state import state_of
 from liger_models.generation.options import DRAWING, UNFILTERED, Options, Settings, select_inputs
 from liger_models.generation.prompts import count_embeddings
@@ -151,13 +152,22 @@ def cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> De
     return cache
 
 
-def check_features(model: Decoder, *, record_routing: bool, deterministic: bool) -> None:
-    """Raise ValueError if ``record_routing`` or ``deterministic`` is True but the model does not support it."""
+def check_features(model: Decoder, *, record_routing: bool, deterministic: bool, weight_dtype: str | None) -> None:
+    """Raise ValueError if the model does not support ``record_routing``, ``deterministic`` or ``weight_dtype``."""
     refused = deterministic_refusal(model) if deterministic else None
     if deterministic and refused is None and is_sharded(model.lm_head.weight):
         refused = f"model must be whole, got a sharded {type(model).__name__}"
     if refused is not None:
         raise ValueError(f"rollout: {refused} with deterministic=True. Leave it out.")
+    if weight_dtype not in (None, "float8"):
+        raise ValueError(f"rollout: weight_dtype must be 'float8' or None, got {weight_dtype!r}.")
+    if weight_dtype is not None and deterministic:
+        raise ValueError(
+            "rollout: weight_dtype must be None with deterministic=True, got 'float8'. Training uses the weights "
+            "themselves. Leave one of them out."
+        )
+    if weight_dtype is not None:
+        check_float8_weights(model)
     if record_routing and (not model.routers or not model.replays_routing):
         raise ValueError(
             f"rollout: record_routing needs routed experts in blocks that replay routing, got {type(model).__name__}. "

@@ -15,8 +15,10 @@ from torch import Tensor
 from liger_models.distributed.collectives import all_gather
 from liger_models.generation.draft_rounds import with_layers_of
 from liger_models.generation.eval_mode import evaluating, resharded
+from liger_models.generation.float8_weights import float8_weights
 from liger_models.generation.graphs import rounded_tokens
 from liger_models.generation.lockstep import in_lockstep
+from liger_models.generation.model_state import state_of
 from liger_models.generation.options import DRAWING, UNFILTERED, Options, Settings, resolve
 from liger_models.generation.rollout_checks import (
     cache_of_one_token,
@@ -58,6 +60,7 @@ def rollout(
     chunk_size: int = 8192,
     steps_per_read: int = 16,
     cache_bytes: int | None = None,
+    weight_dtype: str | None = None,
     record_routing: bool = False,
     deterministic: bool = False,
     **options: "Unpack[Options]",
@@ -82,6 +85,10 @@ def rollout(
         cache_bytes: maximum size of keys and values in bytes. When pages run out, the rows that started last return
             to the queue and are computed again later. Default: enough for ``batch_size`` rows of maximum length, but
             at most half of the free memory (on the CPU, at most 2 GiB).
+        weight_dtype: "float8" to multiply by float8 copies of the weights of the blocks' linear layers, into which LoRA
+            adapters are merged. The copies take one byte per element until the rollout ends. The copies and the inputs
+            of their products have one scale per row. Routed experts, the embedding and the head are not rounded. The
+            model must be in bfloat16. Default: the weights themselves.
         record_routing: whether to return the experts of each token in each layer with routed experts. Pass them to
             the training forward as ``routed_experts``. A row that is computed again uses the same experts.
         deterministic: whether to compute every row as if it were alone. The row's log-probabilities, and with
@@ -122,7 +129,7 @@ def rollout(
         raise ValueError(f"rollout: max_new_tokens must be at least 1, got {min(limits)}.")
     settings = resolve(model, max(limits), options)
     check_options(model, settings, options)
-    check_features(model, record_routing=record_routing, deterministic=deterministic)
+    check_features(model, record_routing=record_routing, deterministic=deterministic, weight_dtype=weight_dtype)
     rows = _make_rows(tokens, limits, stop_tokens, settings)
 
     # Run one token to see what the layers cache. The result may differ between training mode and eval mode.
@@ -139,10 +146,12 @@ def rollout(
     with resharded(model), evaluating(modules), derived.used(), invariant, in_lockstep(model):
         # Neither rounds with drafts nor deterministic attention read the pages of a group at once.
         groups = draft is None and not deterministic
-        pool = _make_pool(probe, rows, min(batch_size, len(rows)), cache_bytes, model, _overhang(settings), groups)
-        return Scheduler(
-            model, rows, pool, settings, chunk_size, steps_per_read, record_routing, deterministic, draft
-        ).run()
+        state = state_of(model) if weight_dtype is None else state_of(model).variant(weight_dtype)
+        with nullcontext() if weight_dtype is None else float8_weights(model):
+            pool = _make_pool(probe, rows, min(batch_size, len(rows)), cache_bytes, model, _overhang(settings), groups)
+            return Scheduler(
+                model, rows, pool, settings, chunk_size, steps_per_read, record_routing, deterministic, draft, state
+            ).run()
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from torch import Tensor
 from liger_models.generation.deterministic import head_outputs
 from liger_models.generation.draft_rounds import DraftBlock, DraftRound
 from liger_models.generation.graphs import DecodeStep, can_capture
-from liger_models.generation.model_state import state_of
+from liger_models.generation.model_state import ModelState, state_of
 from liger_models.generation.options import Settings
 from liger_models.generation.rollout_rows import Completion, Row
 from liger_models.generation.rows import log_probs_of
@@ -73,6 +73,7 @@ class Scheduler:
             forward in `deterministic_forward`.
         draft: the block that drafts tokens; see `DraftRound`. Rounds with drafts then take the place of steps. The
             settings contain the number of drafts.
+        model_state: the state of the model, by default the result of `state_of`.
     """
 
     def __init__(
@@ -86,11 +87,12 @@ class Scheduler:
         record_routing: bool = False,
         deterministic: bool = False,
         draft: DraftBlock | None = None,
+        model_state: ModelState | None = None,
     ) -> None:
         self.model, self.pool, self.chunk_size, self.steps_per_read = model, pool, chunk_size, steps_per_read
         self.record_routing, self.deterministic = record_routing, deterministic
         self.draft, self.width = draft, 1 if draft is None else 1 + settings.num_draft_tokens
-        self.model_state = state_of(model)
+        self.model_state = model_state or state_of(model)
         self.captured = can_capture(model, self.model_state)
         self.prefill_options: dict[str, Any] = {"return_logits": False}
         if model.groups.data:  # under FSDP, every forward must run the head, see `in_lockstep`
