@@ -104,6 +104,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         vespo_k_pos, vespo_lambda_pos: k and λ of vespo for A >= 0.
         vespo_k_neg, vespo_lambda_neg: k and λ of vespo for A < 0.
         kl_estimator: "k1", "k2" or "k3". Liger-Kernel uses k3.
+        sampling_cap: upper bound of the importance ratio that is computed from ``sampling_per_token_logps``.
         softcap, logit_scale: applied to the policy's and the reference model's logits, as in `fused_linear_logprobs`.
         workspace_mib: maximum size of the logits buffer in MiB; None for the default of `linear_cross_entropy`.
 
@@ -138,6 +139,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         vespo_lambda_neg: float = 2.0,
         *,
         kl_estimator: str = "k3",
+        sampling_cap: float = 3.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
         workspace_mib: int | None = None,
@@ -150,7 +152,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         self.temperature, self.use_bias_correction_kl = temperature, use_bias_correction_kl
         self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
         self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
-        self.kl_estimator = kl_estimator
+        self.kl_estimator, self.sampling_cap = kl_estimator, sampling_cap
         # Invalid options raise an error here, before the first step.
         self._check_ranges()
         self._check_combinations()
@@ -160,7 +162,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         for argument, choices in CHOICES.items():
             if getattr(self, argument) not in choices:
                 raise ValueError(f"{self._name}: {argument} must be one of {choices}, got {getattr(self, argument)!r}.")
-        for argument in ("sapo_temperature_pos", "sapo_temperature_neg", "temperature", "delta"):
+        for argument in ("sapo_temperature_pos", "sapo_temperature_neg", "temperature", "delta", "sampling_cap"):
             value = getattr(self, argument)
             if value is not None and not value > 0:
                 raise ValueError(f"{self._name}: {argument} must be positive, got {value}.")
@@ -213,6 +215,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         ref_bias: Tensor | None = None,
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
+        sampling_per_token_logps: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute loss and metrics. As in Liger-Kernel, the first argument is the hidden states, not the weight.
 
@@ -233,10 +236,15 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
                 by the ratio instead.
             num_items_in_batch: number of tokens on all ranks and in all accumulation steps; only for dapo, cispo and
                 vespo.
+            sampling_per_token_logps: [B, T], the log-probabilities with which the sampler drew the completions, if the
+                sampler computes the policy less precisely, for example with float8 weights. The ratio
+                min(exp(l_old − sampling_per_token_logps), ``sampling_cap``) of each token is then used like
+                ``vllm_is_ratio`` (truncated importance sampling, https://fengyao.notion.site/off-policy-rl).
 
         Returns:
-            The loss [] fp32, and a tuple of metrics [] without gradients: the mean KL term if ``beta`` is not 0, and
-            the fraction of clipped tokens.
+            The loss [] fp32, and a tuple of metrics [] without gradients: the mean KL term if ``beta`` is not 0, the
+            fraction of clipped tokens and, with ``sampling_per_token_logps``, the mean of
+            abs(l_old − sampling_per_token_logps).
 
         Raises:
             ValueError: shapes do not match, the reference model's values are missing or given twice, or
@@ -269,7 +277,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             return self.from_log_probs(
                 log_probs, attention_mask, advantages, ref_per_token_logps=reference,
                 old_per_token_logps=old_per_token_logps, vllm_is_ratio=vllm_is_ratio,
-                num_items_in_batch=num_items_in_batch,
+                num_items_in_batch=num_items_in_batch, sampling_per_token_logps=sampling_per_token_logps,
             )  # fmt: skip
 
         return loss_of_log_probs(loss_of, _input, lin_weight, target, bias=bias, **self._options)
@@ -284,6 +292,7 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         old_per_token_logps: Tensor | None = None,
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
+        sampling_per_token_logps: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute what `forward` returns, given the policy's log-probabilities [B, T] of the completions.
 
@@ -293,6 +302,18 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             raise ValueError(
                 f"{self._name}: num_items_in_batch is for dapo, cispo and vespo, got it with {self.loss_type!r}."
             )
+        difference = None
+        if sampling_per_token_logps is not None:
+            given = ref_per_token_logps, old_per_token_logps, vllm_is_ratio
+            self._check_rows(log_probs, attention_mask, advantages, *given)
+            self._check_per_token("sampling_per_token_logps", sampling_per_token_logps, log_probs)
+            # Values at masked positions may be NaN.
+            old = log_probs.detach() if old_per_token_logps is None else old_per_token_logps.detach()
+            difference = (old - sampling_per_token_logps.detach()).where(attention_mask != 0, 0)
+            ratio = difference.exp().clamp_max(self.sampling_cap)
+            if vllm_is_ratio is not None:
+                ratio = ratio * (vllm_is_ratio[:, None] if vllm_is_ratio.dim() == 1 else vllm_is_ratio)
+            vllm_is_ratio = ratio
         loss, kl, clipped = self.token_losses(
             log_probs, attention_mask, advantages, ref_per_token_logps=ref_per_token_logps,
             old_per_token_logps=old_per_token_logps, vllm_is_ratio=vllm_is_ratio,
@@ -300,7 +321,8 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
         mask = attention_mask.to(log_probs.dtype)
         tokens = mask.sum().clamp_min(1)
         # Metrics are means over this rank's tokens, for every loss type.
-        metrics = [values.sum() / tokens for values in (kl, clipped) if values is not None]
+        differences = None if difference is None else difference.abs() * mask
+        metrics = [values.sum() / tokens for values in (kl, clipped, differences) if values is not None]
         return self._reduced(loss, mask, num_items_in_batch), tuple(metrics)
 
     def token_losses(
@@ -459,8 +481,8 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             ("ref_per_token_logps", reference),
             ("old_per_token_logps", old),
         ):
-            if tensor is not None and tensor.shape != (B, T):
-                raise ValueError(f"{name}: {argument} must be [{B}, {T}], got {list(tensor.shape)}.")
+            if tensor is not None:
+                self._check_per_token(argument, tensor, log_probs)
         if vllm_is_ratio is not None and vllm_is_ratio.shape not in ((B,), (B, 1), (B, T)):
             raise ValueError(
                 f"{name}: vllm_is_ratio must be [{B}], [{B}, 1] or [{B}, {T}], got {list(vllm_is_ratio.shape)}."
@@ -469,6 +491,10 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             raise ValueError(
                 f"{name}: beta {self.beta} needs a reference: pass ref_per_token_logps, or ref_input and ref_weight."
             )
+
+    def _check_per_token(self, argument: str, tensor: Tensor, log_probs: Tensor) -> None:
+        if tensor.shape != log_probs.shape:
+            raise ValueError(f"{self._name}: {argument} must be {list(log_probs.shape)}, got {list(tensor.shape)}.")
 
 
 class LigerGRPOLoss(LigerFusedLinearGRPOLoss):

@@ -191,6 +191,30 @@ def test_correction_for_the_sampler(kind, shape):
     assert_matches_in_fp64(ours, plain, inputs(B))
 
 
+@pytest.mark.parametrize("kind", ["dapo", "grpo"])
+@pytest.mark.parametrize("old", [None, OLD], ids=["sampled_now", "sampled_before"])
+def test_correction_for_a_sampler_that_rounds(backend, kind, old):
+    """The ratio of the policy that trained the tokens and of the sampler, cut off at the cap."""
+    x, weight, bias = (t.double() for t in inputs(B))
+    policy = plain_log_probs(x, weight, bias, IDS) if old is None else OLD
+    noise = torch.randn(B, T, generator=torch.Generator().manual_seed(5)).double()
+    sampling = (policy + noise).detach()
+    ratio = (policy - sampling).exp().clamp(max=1.5).detach()
+    assert ((ratio == 1.5) & (MASK != 0)).any()
+    assert ((ratio < 1.5) & (MASK != 0)).any()
+    sampling = sampling.where(MASK != 0, math.nan)
+    loss = LigerFusedLinearGRPOLoss(0.0, loss_type=kind, sampling_cap=1.5)
+    others = {} if old is None else {"old_per_token_logps": OLD}
+    plain = plain_grpo(kind, old=policy.detach(), vllm=ratio)
+
+    def plain_with_metric(*leaves):
+        value, metrics = plain(*leaves)
+        return value, (*metrics, ((noise.abs() * MASK).sum() / MASK.sum()).to(value))
+
+    ours = bound(loss, **others, sampling_per_token_logps=sampling)
+    assert_matches(ours, plain_with_metric, inputs(B), backend, 4e-6)
+
+
 @pytest.mark.parametrize("items", [40, torch.tensor(40.0)])
 def test_number_of_items(items):
     ours = bound(LigerFusedLinearGRPOLoss(0.0), old_per_token_logps=OLD, num_items_in_batch=items)
@@ -422,6 +446,8 @@ def test_wrong_logits(make, message):
         lambda: call(LigerFusedLinearGRPOLoss(**NO_KL), attention_mask=MASK[:, 1:]),
         lambda: call(LigerFusedLinearGRPOLoss(**NO_KL), old_per_token_logps=OLD[:, 1:]),
         lambda: call(LigerFusedLinearGRPOLoss(**NO_KL), vllm_is_ratio=torch.ones(T)),
+        lambda: call(LigerFusedLinearGRPOLoss(**NO_KL), sampling_per_token_logps=torch.ones(T)),
+        lambda: LigerFusedLinearGRPOLoss(**NO_KL, sampling_cap=0.0),
     ],
 )
 def test_wrong_arguments(make):
