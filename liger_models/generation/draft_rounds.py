@@ -127,7 +127,7 @@ class DraftRound:
         rows, device = pool.rows, pool.lengths.device
         self._state, options = model_state, (num_drafts, stops, seeded, records_routing, deterministic)
         draws = sampler.settings.do_sample, sampler.restricts
-        self._kind: Hashable = (ref(block), rows, pool.capacity, *options, *draws)
+        self._kind: Hashable = (ref(block), rows, pool.capacity, pool.cache_dtype, *options, *draws)
 
         # A captured round reads and writes these tensors. The first drafts of a row are arbitrary, so they are accepted
         # only by chance.

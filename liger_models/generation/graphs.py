@@ -313,8 +313,8 @@ class DecodeStep:
     def _kind(self) -> Hashable:
         """Return everything, apart from the model, that determines the shapes of the step."""
         cache, dims = self.cache, None if self._positions is None else self._positions.dim()
-        groups = getattr(cache, "groups", False)
-        return type(cache), cache.rows, cache.capacity, groups, dims, self.records_routing, self.returns_hidden
+        of_pool = getattr(cache, "groups", False), getattr(cache, "cache_dtype", None)
+        return type(cache), cache.rows, cache.capacity, *of_pool, dims, self.records_routing, self.returns_hidden
 
     def _is_ready(self) -> bool:
         """Whether the step can be captured without an earlier ordinary call."""

@@ -20,12 +20,16 @@ from liger_models.generation.float8_weights import check_float8_weights
 from liger_models.generation.model_state import state_of
 from liger_models.generation.options import DRAWING, UNFILTERED, Options, Settings, select_inputs
 from liger_models.generation.prompts import count_embeddings
+from liger_models.kernels.frozen.frozen_float8_linear import DTYPE, converts
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import layers_of, named_layers
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.recompute import is_compiled
 from liger_models.layers.rope import DynamicScaling
+
+CACHE_DTYPES = {"float8": DTYPE}
+"""Names of the dtypes for cached keys and values, besides the dtype that the layers compute in."""
 
 
 def check_prompts(model: Decoder, prompts: Any) -> list[list[int]]:
@@ -152,8 +156,11 @@ def cache_of_one_token(model: Decoder, tokens: int, prompt: Sequence[int]) -> De
     return cache
 
 
-def check_features(model: Decoder, *, record_routing: bool, deterministic: bool, weight_dtype: str | None) -> None:
-    """Raise ValueError if the model does not support ``record_routing``, ``deterministic`` or ``weight_dtype``."""
+def check_features(
+    model: Decoder, *, record_routing: bool, deterministic: bool, weight_dtype: str | None, cache_dtype: str | None
+) -> None:
+    """Raise ValueError if the model or its device does not support ``record_routing``, ``deterministic``,
+    ``weight_dtype`` or ``cache_dtype``."""
     refused = deterministic_refusal(model) if deterministic else None
     if deterministic and refused is None and is_sharded(model.lm_head.weight):
         refused = f"model must be whole, got a sharded {type(model).__name__}"
@@ -172,4 +179,27 @@ def check_features(model: Decoder, *, record_routing: bool, deterministic: bool,
         raise ValueError(
             f"rollout: record_routing needs routed experts in blocks that replay routing, got {type(model).__name__}. "
             "Leave it out."
+        )
+    if cache_dtype is None:
+        return
+    if cache_dtype not in CACHE_DTYPES:
+        raise ValueError(f'rollout: cache_dtype must be None or "float8", got {cache_dtype!r}.')
+    if deterministic:
+        raise ValueError(
+            f"rollout: cache_dtype must be None with deterministic=True, got {cache_dtype!r}, which rounds keys and "
+            "values that the training forward does not round. Leave one of them out."
+        )
+    if not converts(model.device):
+        raise ValueError(
+            f"rollout: cache_dtype={cache_dtype!r} needs a GPU of NVIDIA with compute capability 8.9 or higher, got "
+            f"{model.device}. Leave it out."
+        )
+
+
+def check_cached(model: Decoder, cache: DecodeCache, cache_dtype: str | None) -> None:
+    """Raise ValueError if ``cache_dtype`` is given, but the layers, which have filled ``cache``, cache latents."""
+    if cache_dtype is not None and any(not values.shape[3] for _, values in cache._layers.values()):
+        raise ValueError(
+            f"rollout: cache_dtype must be None for layers that cache latents, got {cache_dtype!r} for "
+            f"{type(model).__name__}. Leave it out."
         )

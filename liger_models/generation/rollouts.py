@@ -21,7 +21,9 @@ from liger_models.generation.lockstep import in_lockstep
 from liger_models.generation.model_state import state_of
 from liger_models.generation.options import DRAWING, UNFILTERED, Options, Settings, resolve
 from liger_models.generation.rollout_checks import (
+    CACHE_DTYPES,
     cache_of_one_token,
+    check_cached,
     check_features,
     check_options,
     check_prompts,
@@ -61,6 +63,7 @@ def rollout(
     steps_per_read: int = 16,
     cache_bytes: int | None = None,
     weight_dtype: str | None = None,
+    cache_dtype: str | None = None,
     record_routing: bool = False,
     deterministic: bool = False,
     **options: "Unpack[Options]",
@@ -89,6 +92,9 @@ def rollout(
             adapters are merged. The copies take one byte per element until the rollout ends. The copies and the inputs
             of their products have one scale per row. Routed experts, the embedding and the head are not rounded. The
             model must be in bfloat16. Default: the weights themselves.
+        cache_dtype: "float8" to store keys and values in float8, each token and head with a scale, which takes about
+            half the memory of 16 bits. Decoding steps, which read fewer bytes, are then faster, but the tokens and
+            log-probabilities are those of rounded keys and values. Default: the dtype in which the layers compute.
         record_routing: whether to return the experts of each token in each layer with routed experts. Pass them to
             the training forward as ``routed_experts``. A row that is computed again uses the same experts.
         deterministic: whether to compute every row as if it were alone. The row's log-probabilities, and with
@@ -113,7 +119,8 @@ def rollout(
             distributed in ways other than `apply_fsdp` and `apply_tp`, or has positions that depend on the length of
             the longest row. If an option or the model is the reason, use `generate`. ``record_routing`` needs blocks
             with routed experts that can be replayed. ``deterministic`` needs a model that `deterministic_forward`
-            accepts.
+            accepts. ``cache_dtype`` needs a GPU of NVIDIA with compute capability 8.9 or higher, or the CPU, and layers
+            that do not cache latents, and can't be combined with ``deterministic``.
     """
     sizes = {"batch_size": batch_size, "chunk_size": chunk_size, "steps_per_read": steps_per_read}
     for name, value in sizes.items():
@@ -129,7 +136,10 @@ def rollout(
         raise ValueError(f"rollout: max_new_tokens must be at least 1, got {min(limits)}.")
     settings = resolve(model, max(limits), options)
     check_options(model, settings, options)
-    check_features(model, record_routing=record_routing, deterministic=deterministic, weight_dtype=weight_dtype)
+    check_features(
+        model, record_routing=record_routing, deterministic=deterministic, weight_dtype=weight_dtype,
+        cache_dtype=cache_dtype,
+    )  # fmt: skip
     rows = _make_rows(tokens, limits, stop_tokens, settings)
 
     # Run one token to see what the layers cache. The result may differ between training mode and eval mode.
@@ -141,6 +151,7 @@ def rollout(
             raise ValueError(f"rollout: {probe}. Use generate.")
         if draft is not None:
             probe = with_layers_of(draft, probe, tokens[0])
+    check_cached(model, probe, cache_dtype)
 
     invariant = batch_invariant() if deterministic else nullcontext()
     with resharded(model), evaluating(modules), derived.used(), invariant, in_lockstep(model):
@@ -148,7 +159,10 @@ def rollout(
         groups = draft is None and not deterministic
         state = state_of(model) if weight_dtype is None else state_of(model).variant(weight_dtype)
         with nullcontext() if weight_dtype is None else float8_weights(model):
-            pool = _make_pool(probe, rows, min(batch_size, len(rows)), cache_bytes, model, _overhang(settings), groups)
+            pool = _make_pool(
+                probe, rows, min(batch_size, len(rows)), cache_bytes, model, _overhang(settings), groups,
+                None if cache_dtype is None else CACHE_DTYPES[cache_dtype],
+            )  # fmt: skip
             return Scheduler(
                 model, rows, pool, settings, chunk_size, steps_per_read, record_routing, deterministic, draft, state
             ).run()
@@ -260,12 +274,13 @@ def _make_rows(prompts: list[list[int]], limits: list[int], stop_tokens: Any, se
 
 def _make_pool(
     probe: DecodeCache, rows: list[Row], num_rows: int, cache_bytes: int | None, model: Decoder, overhang: int,
-    groups: bool,
+    groups: bool, cache_dtype: torch.dtype | None = None,
 ) -> PagePool:  # fmt: skip
     """Create a cache for ``num_rows`` running rows, with the same kinds of layers as the cache ``probe``.
 
     The page table has entries for ``overhang`` positions after the last token of a row, but these positions need no
-    pages. ``groups`` says whether steps can read shared pages once for several rows.
+    pages. ``groups`` says whether steps can read shared pages once for several rows. ``cache_dtype`` is an argument of
+    `PagePool`.
     """
     device, group = model.device, model.groups.tensor
     if cache_bytes is None:
@@ -277,7 +292,8 @@ def _make_pool(
     # Compute the number of pages that the longest row needs. Its last token is never cached, and page 0 belongs to no
     # row.
     longest = max(rows, key=lambda row: row.end)
-    page_bytes = sum(state.nbytes for layer in probe._layers.values() for state in layer) * paged_cache.PAGE
+    token_bytes = (_token_bytes(x, cache_dtype) for layer in probe._layers.values() for x in layer)
+    page_bytes = sum(token_bytes) * paged_cache.PAGE
     needed = -(-(longest.end - 1) // paged_cache.PAGE)
     pages = min(cache_bytes // page_bytes, num_rows * needed + 1)
     if pages <= needed:
@@ -290,7 +306,14 @@ def _make_pool(
     repeats = len({row.prompt for row in rows}) < len(rows)
     groups = groups and repeats and any(row.begin > LEAST_SHARED for row in rows)
     capacity = rounded_tokens(longest.end - 1 + overhang)
-    return PagePool(num_rows, capacity, device, pages=pages, like=probe, groups=groups)
+    return PagePool(num_rows, capacity, device, pages=pages, like=probe, groups=groups, cache_dtype=cache_dtype)
+
+
+def _token_bytes(x: Tensor, cache_dtype: torch.dtype | None) -> int:
+    """Return the number of bytes that a `PagePool` takes for the keys or the values of a token, [1, 1, G, D]."""
+    if cache_dtype is None:
+        return x.nbytes
+    return x.numel() * cache_dtype.itemsize + x.shape[2] * torch.float32.itemsize  # codes and scales
 
 
 def free_memory(device: torch.device) -> int | None:

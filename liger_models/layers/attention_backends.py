@@ -72,7 +72,8 @@ class AttentionCall:
 
     Attributes:
         q: [B, T, H, D].
-        k, v: [B, S, G, D] and [B, S, G, V]; with ``layout.pages``, the pages [pages, P, G, D] and [pages, P, G, V].
+        k, v: [B, S, G, D] and [B, S, G, V]; with ``layout.pages``, the pages [pages, P, G, D] and [pages, P, G, V],
+            which may be `ScaledPages`.
         layout, scale, window, softcap, dropout, sinks: as in `attention`.
         mask: the mask for ``window``, in a form that suits the call. The mask is empty for backends of `WITHOUT_MASK`.
     """
@@ -128,8 +129,8 @@ def attention(
     Args:
         q: [B, T, H, D].
         k, v: [B, S, G, D] and [B, S, G, V], where S is the number of cached tokens plus T, and H is a multiple of G.
-            With ``layout.pages``, k and v are pages [pages, P, G, D] and [pages, P, G, V]. v may be a view of the first
-            V columns of k.
+            With ``layout.pages``, k and v are pages [pages, P, G, D] and [pages, P, G, V], or `ScaledPages`. v may be a
+            view of the first V columns of k.
         layout: the layout of the batch, with a mask for ``window``.
         scale: multiplier of q·k.
         window: number of tokens that a token attends to, including itself; None for all.

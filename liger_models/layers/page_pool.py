@@ -1,13 +1,17 @@
 """A paged cache for a changing set of rows. Each row takes pages for its tokens and gives the pages back later."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from liger_models.common.device import as_tensor, on_device
 from liger_models.kernels.attention.decode_attention import GROUP_ROWS, SharedKeys
+from liger_models.kernels.attention.scaled_pages import ScaledPages
 from liger_models.kernels.attention.token_slots import token_slots
 from liger_models.kernels.attention.write_pages import write_pages
 from liger_models.kernels.dispatch import ACCELERATORS
+from liger_models.kernels.frozen.frozen_float8_linear import DTYPE as FLOAT8
 from liger_models.layers.kv_cache import DecodeCache, Pages
 from liger_models.layers.paged_cache import PagedCache
 
@@ -31,6 +35,11 @@ class PagePool(PagedCache):
         like: a cache that all layers of the model have already used, on any device. This cache determines the shapes
             and dtypes of keys, values and states.
         groups: whether the caller calls `group`, so that attention reads shared pages once for several rows.
+        cache_dtype: float8_e4m3fn for keys and values in float8, each token and head with a scale (`ScaledPages`); None
+            for the dtype of ``like``.
+
+    Raises:
+        ValueError: ``cache_dtype`` is another dtype, or is given for layers that cache latents.
     """
 
     takes_documents = True
@@ -44,9 +53,12 @@ class PagePool(PagedCache):
         pages: int,
         like: DecodeCache,
         groups: bool = False,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(rows, capacity, device)
-        self.groups = groups
+        if cache_dtype not in (None, FLOAT8):
+            raise ValueError(f"PagePool: cache_dtype must be None or {FLOAT8}, got {cache_dtype}.")
+        self.groups, self.cache_dtype = groups, cache_dtype
         self._make_tables(rows)
         self._states = {
             layer: tuple(state.new_zeros(rows, *state.shape[1:], device=device) for state in states)
@@ -55,17 +67,30 @@ class PagePool(PagedCache):
         self._filled = self._history = self.lengths
         """The rows in the forward that `fill` has prepared, [n] int64, and the pages of the first of these rows.
         """
-        self._layers = {
-            layer: (
-                k.new_zeros(pages, self.page, *k.shape[2:], device=device),
-                v.new_zeros(pages, self.page, *v.shape[2:], device=device),
+        self._scales: dict[int, tuple[Tensor, ...]] = {}
+        """The scales of the keys and values of each layer, [pages, G, P], if keys and values are in float8."""
+        for layer, (k, v) in like._layers.items():
+            if cache_dtype is not None and not v.shape[3]:
+                raise ValueError(
+                    f"PagePool: cache_dtype must be None for latents, got {cache_dtype} for layer {layer}, whose "
+                    "values have no columns. Leave it out."
+                )
+            keys, values = (
+                x.new_zeros(pages, self.page, *x.shape[2:], dtype=cache_dtype, device=device) for x in (k, v)
             )
-            for layer, (k, v) in like._layers.items()
-        }
+            self._layers[layer] = keys, values
+            if cache_dtype is not None:
+                sizes = pages, keys.shape[2], self.page
+                self._scales[layer] = tuple(torch.zeros(sizes, dtype=torch.float32, device=device) for _ in range(2))
         self._drafted: dict[int, list[tuple[Tensor, ...]]] = {}
         """For each layer, the states after each token of the forward that `speculate` has prepared."""
         self._free = list(range(pages - 1, 0, -1))
         self._holders = [0] * pages
+
+    @property
+    def num_bytes(self) -> int:
+        """See `PagedCache.num_bytes`."""
+        return super().num_bytes + sum(x.nbytes for scales in self._scales.values() for x in scales)
 
     def resize(self, kept: list[int]) -> None:
         """Keep only the rows that ``kept`` lists, and number them from 0. Afterwards, the caller must assign pages to
@@ -141,10 +166,11 @@ class PagePool(PagedCache):
 
     def copy(self, pages: list[tuple[int, int]], rows: list[tuple[int, int]]) -> None:
         """Copy pages, and copy the states of rows. Each pair is (source, target)."""
-        for tensors, pairs in ((self._layers, pages), (self._states, rows)):
+        for tensors, pairs in ((self._layers, pages), (self._scales, pages), (self._states, rows)):
             if tensors and pairs:
                 source, target = self.upload(pairs).unbind(1)
                 for x in (x for layer in tensors.values() for x in layer):
+                    x = x.view(torch.uint8) if x.dtype == FLOAT8 else x  # not all devices can index float8
                     x[target] = x[source]
 
     def clear_states(self, row: int) -> None:
@@ -238,16 +264,29 @@ class PagePool(PagedCache):
 
         Returns:
             In a step, all pages of the layer, [pages, P, G, D] and [pages, P, G, V]; otherwise all keys and values of
-            the row, [1, cached + T, G, D] and [1, cached + T, G, V].
+            the row, [1, cached + T, G, D] and [1, cached + T, G, V]. Pages in float8 are `ScaledPages`. If the tokens
+            follow cached tokens, keys and values in float8 are dequantized to the dtype of k.
         """
+        keys: Any
+        values: Any
         keys, values = self._layers[layer]
+        if self.cache_dtype is not None:
+            keys, values = map(ScaledPages, (keys, values), self._scales[layer])
         write_pages(keys, values, k.flatten(0, 1), v.flatten(0, 1), self.slots)
         if self.pages is not None:
             return keys, values
         if not self.length:
             return k, v
+        if self.cache_dtype is None:
+            keys, values = keys[self._history], values[self._history]
+        else:
+            keys, values = (pages.select(self._history, k.dtype) for pages in (keys, values))
         end = self.length + k.shape[1]
-        return keys[self._history].flatten(0, 1)[None, :end], values[self._history].flatten(0, 1)[None, :end]
+        return keys.flatten(0, 1)[None, :end], values.flatten(0, 1)[None, :end]
+
+    def pages_of(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """See `DecodeCache.pages_of`. Only `extend` writes pages in float8."""
+        return super().pages_of(layer) if self.cache_dtype is None else None
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
         """Like `DecodeCache.states`, but only for the rows of the running forward."""

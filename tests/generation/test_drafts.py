@@ -68,6 +68,22 @@ def test_tokens_are_those_without_drafts(arch):
         assert sum(row.rounds for row in found) < sum(len(row.tokens) for row in found)  # some drafts are accepted
 
 
+def test_drafts_with_a_cache_in_float8():
+    """Keys and values of drafts that are not accepted are overwritten."""
+    model, mtp = drafting("qwen3_5_text")
+    prompts, options = (
+        prompts_of(model),
+        {"max_new_tokens": [12, 3, 15, 7], "eos_token_id": [], "cache_dtype": "float8"},
+    )
+    for more in ({}, {"do_sample": True, "seed": 3}):
+        want = model.rollout(prompts, **options, **more)
+        found = model.rollout(prompts, **options, **more, draft_model=mtp, num_draft_tokens=2)
+        for expected, row in zip(want, found, strict=True):
+            assert row.tokens.tolist() == expected.tokens.tolist()
+            torch.testing.assert_close(row.log_probs, expected.log_probs, rtol=1e-3, atol=1e-4)
+        assert sum(row.rounds for row in found) < sum(len(row.tokens) for row in found)
+
+
 @torch.no_grad()
 def drafts_after(model, mtp, tokens, count):
     """The drafts for the tokens after ``tokens``, by forwards of the block without a cache."""

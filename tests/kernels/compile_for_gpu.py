@@ -35,6 +35,7 @@ from liger_models.kernels.attention.causal_attention import causal_attention
 from liger_models.kernels.attention.copy_keys import copy_keys
 from liger_models.kernels.attention.decode_attention import GROUP_ROWS, SharedKeys, decode_attention
 from liger_models.kernels.attention.invariant_attention import invariant_attention
+from liger_models.kernels.attention.scaled_pages import ScaledPages
 from liger_models.kernels.attention.sink_attention import sink_attention
 from liger_models.kernels.attention.token_slots import token_slots
 from liger_models.kernels.attention.write_latents import write_latents
@@ -416,6 +417,7 @@ def run_decoding(dtype: torch.dtype) -> None:
                 decode_attention(q, keys, keys, table, lengths, shared, scale=0.1, **options)
             invariant_attention(q, keys, keys, lengths, lengths, scale=0.1, table=table, **options)
         decode_attention(q, keys, keys, table, lengths, scale=0.1, chunk=300)
+        run_scaled_pages(q, table, lengths, G)
         invariant_attention(q, keys[0], keys[0], lengths, lengths, scale=0.1)
         write_pages(keys, keys, keys[0, :2], keys[0, :2], torch.tensor([1, -1]))
     seeded_scores(torch.zeros(2, 128256), torch.tensor([3, 4]), 5)
@@ -431,6 +433,19 @@ def run_decoding(dtype: torch.dtype) -> None:
             row_linear_file.SMALL = 0  # with divided columns, too
             row_linear_forward(x, weight, None, "silu")
             row_linear_file.SMALL = 2**22
+
+
+def run_scaled_pages(q: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, G: int) -> None:
+    D = q.shape[2]
+    pages = ScaledPages(torch.zeros(3, 64, G, D, dtype=torch.float8_e4m3fn), torch.ones(3, G, 64))
+    shared = SharedKeys(torch.zeros(1, GROUP_ROWS + 1, dtype=torch.int32), torch.zeros_like(lengths))
+    decoding = importlib.import_module("liger_models.kernels.attention.decode_attention")
+    for decoding.ROWS_PER_SM in (0, 10**6):  # with rows of a single part, and of several parts
+        for options in ({}, {"window": 300, "softcap": 30.0}, {"sinks": q[0, :, 0].contiguous()}, {"chunk": 300}):
+            decode_attention(q, pages, pages, table, lengths, scale=0.1, **options)
+    decode_attention(q, pages, pages, table, lengths, shared, scale=0.1)
+    k = q.new_zeros(2, G, D)
+    write_pages(pages, pages, k, k, torch.tensor([1, -1]))
 
 
 def run_drafts(dtype: torch.dtype) -> None:
@@ -543,8 +558,8 @@ if __name__ == "__main__":
         kind.__getitem__ = compile_instead
     dispatch.INTERPRET = True  # ops on the CPU take the way of the kernels
     torch.manual_seed(0)
-    for name in ("nf4_rows", "float8_blocks", "code_rows"):
-        importlib.import_module(f"liger_models.kernels.frozen.{name}").has_ptx = lambda x: sys.argv[1] == "sm_90"
+    for name in ("frozen.nf4_rows", "frozen.float8_blocks", "frozen.code_rows", "attention.decode_attention"):
+        importlib.import_module(f"liger_models.kernels.{name}").has_ptx = lambda x: sys.argv[1] == "sm_90"
     code_rows = importlib.import_module("liger_models.kernels.frozen.code_rows")
     code_rows.num_programs = lambda x, each: 132 * each
     for name in ("overlap", "matmul.row_linear"):

@@ -8,6 +8,9 @@ negative, the token is padding and is not written::
 Latent attention caches one row for each token, and computes the keys and values from this row. This row is passed to
 the op as the key, and the width of the values is 0.
 
+Pages may be in float8, with a scale for each token and head. The op then quantizes the keys and values; see
+`scaled_pages.py`.
+
 Source: https://arxiv.org/abs/2309.06180.
 """
 
@@ -16,7 +19,14 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from liger_models.common.errors import check_floating
 from liger_models.common.ops import define_op
+from liger_models.kernels.attention.scaled_pages import (
+    WRITE_SCALED_PAGES,
+    ScaledPages,
+    check_scaled_pages,
+    write_scaled_pages_reference,
+)
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import cdiv, contiguous_rows, next_power_of_2
@@ -70,26 +80,62 @@ def _write_pages(
 WRITE_PAGES = define_op("write_pages", _write_pages, lambda *_: None)
 
 
-def write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+def write_pages(keys: Tensor | ScaledPages, values: Tensor | ScaledPages, k: Tensor, v: Tensor, slots: Tensor) -> None:
     """Write the keys and values of new tokens into pages, in place.
 
     If several tokens have the same slot, only one of these tokens is written, and it is undefined which one.
 
     Args:
-        keys, values: the pages, [pages, P, G, D] and [pages, P, G, V], contiguous. V may be 0.
-        k, v: the keys and values of the new tokens, [N, G, D] and [N, G, V] in the dtype of the pages.
+        keys, values: the pages, [pages, P, G, D] and [pages, P, G, V], contiguous. V may be 0. Both may be
+            `ScaledPages`, unless V is 0.
+        k, v: the keys and values of the new tokens, [N, G, D] and [N, G, V] in the dtype of the pages or, with
+            `ScaledPages`, in one floating-point dtype.
         slots: [N] int64, the slot of each token, less than pages · P. A token with a negative slot is not written.
 
     Raises:
-        ValueError: shapes do not match, or the pages are not contiguous.
-        TypeError: dtypes differ, or the slots are not int64.
+        ValueError: shapes do not match, the pages are not contiguous, or kernels on the device can't convert float8.
+        TypeError: dtypes differ, the slots are not int64, or only one of ``keys`` and ``values`` is `ScaledPages`.
     """
     op = "write_pages"
+    if isinstance(keys, ScaledPages) or isinstance(values, ScaledPages):
+        _write_scaled(op, keys, values, k, v, slots)
+        return
     if not keys.dtype == values.dtype == k.dtype == v.dtype or slots.dtype != torch.int64:
         raise TypeError(
             f"{op}: keys, values, k and v must have one dtype and slots must be int64, got {keys.dtype}, "
             f"{values.dtype}, {k.dtype}, {v.dtype} and {slots.dtype}."
         )
+    _check(op, keys, values, k, v, slots)
+    if use_triton(k):
+        WRITE_PAGES(keys, values, k, v, slots)
+    else:
+        write_pages_reference(keys, values, k, v, slots)
+
+
+def _write_scaled(
+    op: str, keys: Tensor | ScaledPages, values: Tensor | ScaledPages, k: Tensor, v: Tensor, slots: Tensor
+) -> None:
+    check_scaled_pages(op, keys, values, k.device)
+    assert isinstance(keys, ScaledPages)
+    assert isinstance(values, ScaledPages)
+    check_floating(op, k=k, v=v)
+    if k.dtype != v.dtype or slots.dtype != torch.int64:
+        raise TypeError(
+            f"{op}: k and v must have one dtype and slots must be int64, got {k.dtype}, {v.dtype} and {slots.dtype}."
+        )
+    _check(op, keys.codes, values.codes, k, v, slots)
+    if not keys.scales.is_contiguous() or not values.scales.is_contiguous():
+        raise ValueError(
+            f"{op}: scales must be contiguous, got strides {keys.scales.stride()} and {values.scales.stride()}."
+        )
+    if use_triton(k):
+        WRITE_SCALED_PAGES(*keys, *values, k, v, slots)
+    else:
+        write_scaled_pages_reference(keys, values, k, v, slots)
+
+
+def _check(op: str, keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Raise ValueError if shapes do not match, or if the pages are not contiguous."""
     fits = keys.dim() == values.dim() == 4 and keys.shape[:3] == values.shape[:3] and slots.dim() == 1
     if not (fits and all(x.shape == (len(slots), *pages.shape[2:]) for x, pages in ((k, keys), (v, values)))):
         raise ValueError(
@@ -101,7 +147,3 @@ def write_pages(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tenso
         raise ValueError(
             f"{op}: keys and values must be contiguous, got strides {keys.stride()} and {values.stride()}."
         )
-    if use_triton(k):
-        WRITE_PAGES(keys, values, k, v, slots)
-    else:
-        write_pages_reference(keys, values, k, v, slots)
