@@ -26,11 +26,11 @@ from .training.modes import Mode
 from .training.tokenizer import words_tokenizer
 
 HELP = "a GRPO step with adapters: seconds of sampling and of training, memory"
-MODES = r"trl(\+liger)?(\+ac)?|ours(\+float8|\+nf4)?(\+selective|\+full)?"
+MODES = r"trl(\+liger)?(\+ac)?|ours(\+float8|\+nf4)?(\+rollout8)?(\+selective|\+full)?"
 NAMES = {
     "trl": "TRL", "ours": "liger_models", "liger": ", Liger Kernel's loss", "ac": ", activation checkpointing",
-    "float8": ", float8 weights", "nf4": ", 4-bit weights", "selective": ', policy "selective"',
-    "full": ', policy "full"',
+    "float8": ", float8 weights", "nf4": ", 4-bit weights", "rollout8": ", rollouts in float8",
+    "selective": ', policy "selective"', "full": ', policy "full"',
 }  # fmt: skip
 GROUP, MICRO_BATCH = 8, 16
 """Number of answers for each prompt, and number of answers in a forward."""
@@ -59,14 +59,16 @@ def measure(job: Job) -> Row:
     config = read_config(job.model)
     config["eos_token_id"] = None  # all answers have the full length
     if job.mode.library == "ours":
-        model: Any = build_ours(config, Mode("ours", {"lora": None, **job.mode.extras}))
-        steps = our_steps(model, config["vocab_size"], *job.shape, job.steps)
+        extras = {name: value for name, value in job.mode.extras.items() if name != "rollout8"}
+        model: Any = build_ours(config, Mode("ours", {"lora": None, **extras}))
+        options = {"weight_dtype": "float8", "cache_dtype": "float8"} if "rollout8" in job.mode else {}
+        steps = our_steps(model, config["vocab_size"], *job.shape, job.steps, options)
         times = [next(steps)]
         torch.cuda.reset_peak_memory_stats()
         times += [next(steps) for _ in range(REPEATS)]
         peak = peak_gib()
         steps.close()
-        more = {"divergence": round(divergence(model, config["vocab_size"], job.shape[1], job.steps), 5)}
+        more = {"divergence": round(divergence(model, config["vocab_size"], job.shape[1], job.steps, options), 5)}
     else:
         model = build_hf(config, liger=False, recompute=False)
         times, more = trl_steps(model, job.mode, *job.shape, job.steps), {}
@@ -87,8 +89,10 @@ def even(answer: Any) -> float:
     return float((torch.as_tensor(answer) % 2 == 0).float().mean())
 
 
-def our_steps(model: Any, vocabulary: int, rows: int, length: int, new: int) -> Iterator[Times]:
-    """Run steps with this package, and yield the times of each step."""
+def our_steps(
+    model: Any, vocabulary: int, rows: int, length: int, new: int, options: dict[str, Any]
+) -> Iterator[Times]:
+    """Run steps with this package, and yield the times of each step. ``options`` are options of the rollout."""
     from liger_models import LigerFusedLinearGRPOLoss
     from liger_models.common.device import on_device
     from liger_models.data import pack_answers
@@ -101,7 +105,7 @@ def our_steps(model: Any, vocabulary: int, rows: int, length: int, new: int) -> 
         begun = now()
         prompts = [torch.randint(5, vocabulary - 5, (length,)) for _ in range(rows // GROUP)]
         answers = model.rollout(
-            prompts, max_new_tokens=new, do_sample=True, num_return_sequences=GROUP, eos_token_id=[]
+            prompts, max_new_tokens=new, do_sample=True, num_return_sequences=GROUP, eos_token_id=[], **options
         )
         sampled = now()
 
@@ -120,7 +124,7 @@ def our_steps(model: Any, vocabulary: int, rows: int, length: int, new: int) -> 
             given = (on_device(tensor, model.device) for tensor in (tokens, old, advantages[part]))
             # The model reads the bounds and the parents of documents on the host.
             moved = {name: on_device(batch[name], model.device) for name in ("input_ids", "labels")}
-            train_on(model, grpo, batch | moved, *given, share=MICRO_BATCH / rows)
+            train_on(model, grpo, batch | moved, *given, share=MICRO_BATCH / rows, rounds=bool(options))
         optimizer.step()
         optimizer.zero_grad()
         yield sampled - begun, now() - sampled
@@ -128,7 +132,7 @@ def our_steps(model: Any, vocabulary: int, rows: int, length: int, new: int) -> 
 
 def train_on(
     model: Any, grpo: Callable[..., Any], batch: dict[str, Tensor], tokens: Tensor, old: Tensor, advantages: Tensor,
-    share: float,
+    share: float, rounds: bool,
 ) -> None:  # fmt: skip
     """Add the gradients of a micro-batch that has the given share of all answers.
 
@@ -136,19 +140,22 @@ def train_on(
         batch, tokens: as `pack_answers` returns them.
         old: [answers, n] fp32, log-probabilities of the answers' tokens under the sampling policy.
         advantages: [answers].
+        share: the micro-batch's share of all answers.
+        rounds: whether the rollout rounds weights, keys and values, so that the loss corrects for the difference.
     """
     from liger_models.layers import select_tokens
 
     def loss_function(x: Tensor, weight: Tensor, target: Tensor) -> Any:
         x, target = select_tokens(x, target, tokens)
-        return grpo(x, weight, target, target != -100, advantages, old_per_token_logps=old)
+        name = "sampling_per_token_logps" if rounds else "old_per_token_logps"
+        return grpo(x, weight, target, target != -100, advantages, **{name: old})
 
     loss, _ = model(**batch, loss_function=loss_function).loss
     (share * loss).backward()
 
 
 @torch.no_grad()
-def divergence(model: Any, vocabulary: int, length: int, new: int) -> float:
+def divergence(model: Any, vocabulary: int, length: int, new: int, options: dict[str, Any]) -> float:
     """The mean absolute difference between the log-probabilities in sampling and in training, over a micro-batch."""
     from liger_models.common.device import on_device
     from liger_models.data import pack_answers
@@ -156,7 +163,9 @@ def divergence(model: Any, vocabulary: int, length: int, new: int) -> float:
     from liger_models.layers import select_tokens
 
     prompts = [torch.randint(5, vocabulary - 5, (length,)) for _ in range(MICRO_BATCH // GROUP)]
-    answers = model.rollout(prompts, max_new_tokens=new, do_sample=True, num_return_sequences=GROUP, eos_token_id=[])
+    answers = model.rollout(
+        prompts, max_new_tokens=new, do_sample=True, num_return_sequences=GROUP, eos_token_id=[], **options
+    )
     batch, tokens = pack_answers(prompts, [answer.tokens for answer in answers])
     moved = {name: on_device(batch[name], model.device) for name in ("input_ids", "labels")}
     tokens = tokens.to(model.device)

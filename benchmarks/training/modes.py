@@ -28,6 +28,7 @@
 | ``planG`` | ours | `plan_memory` chooses all of the four above for a budget of G GB |
 | ``blocks`` | ours | each block is compiled by itself |
 | ``fp8``, ``fp8rowwise`` | ours | float8 products, with one scale for a tensor or one for a row |
+| ``rollout8`` | ours | in ``grpo``: rollouts with float8 copies of the weights, and keys and values in float8 |
 | ``warm`` | ours | `warm_up` before the first step |
 | ``balanced`` | ours | each expert of a mixture gets the same number of tokens, whatever the router prefers |
 | ``cp`` | ours | context parallel: the GPUs share one sequence |

@@ -17,11 +17,12 @@ from ..late import transformers
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-def test_our_step_trains_adapters():
-    model = LigerLlama.from_config(LlamaConfig(**SIZES))
+@pytest.mark.parametrize("options", [{}, {"weight_dtype": "float8", "cache_dtype": "float8"}], ids=["16", "8"])
+def test_our_step_trains_adapters(options):
+    model = LigerLlama.from_config(LlamaConfig(**SIZES), dtype=torch.bfloat16 if options else torch.float32)
     apply_lora(model, LoRAConfig(r=4, target_modules="all-linear"))
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
-    steps = grpo.our_steps(model, 64, 32, 7, 4)
+    steps = grpo.our_steps(model, 64, 32, 7, 4, options)
     times = [next(steps) for _ in range(2)]
     assert all(seconds > 0 for pair in times for seconds in pair)
     moved = {name for name, each in model.named_parameters() if not torch.equal(each, before[name])}
@@ -38,7 +39,7 @@ def test_parts_of_a_step_have_the_gradients_of_the_whole():
     def train(first, last, share):
         batch = pack_answers(prompts[first:last], answers[2 * first : 2 * last])
         rows = slice(2 * first, 2 * last)
-        grpo.train_on(model, loss, *batch, old[rows], advantages[rows], share=share)
+        grpo.train_on(model, loss, *batch, old[rows], advantages[rows], share=share, rounds=False)
 
     train(0, 2, share=1.0)
     whole = [each.grad.clone() for each in model.parameters()]
@@ -52,7 +53,8 @@ def test_parts_of_a_step_have_the_gradients_of_the_whole():
 def test_sampling_and_training_compute_almost_the_same():
     model = LigerLlama.from_config(LlamaConfig(**SIZES))
     apply_lora(model, LoRAConfig(r=4, target_modules="all-linear"))
-    assert grpo.divergence(model, 64, 7, 4) < 1e-5
+    assert grpo.divergence(model, 64, 7, 4, {}) < 1e-5
+    assert 1e-5 < grpo.divergence(model, 64, 7, 4, {"cache_dtype": "float8"}) < 0.1
 
 
 def grpo_loss():
