@@ -720,9 +720,9 @@ def new_arch_command(
 ) -> None:
     """Write the files of a new architecture from a config.json: a copy of the nearest module, and test data.
 
-    Run it in the root of a checkout, with transformers installed. It compares a tiny model of transformers with every
-    architecture and copies the nearest one. Then it prints what still differs: tensors, settings, and parts of a block.
-    Nothing is overwritten.
+    Run it in the root of a checkout, with transformers installed. It compares a tiny model of transformers with each
+    text architecture that has a file of its own name, such as llama.py, and copies the nearest one. Then it prints what
+    still differs: tensors, settings, and parts of a block. Nothing is overwritten.
     """
     from liger_models.cli.new_arch import PUBLIC, new_arch
 

@@ -88,7 +88,7 @@ def own_keys(hf: Mapping[str, Any], config_class: type) -> dict[str, Any]:
 def nearest(theirs: Any, folder: Path) -> Nearest:
     """Find the architecture that has the fewest differences from a tiny model of transformers.
 
-    Only architectures that are a single module are compared.
+    Only text architectures that have a file of their own name are compared.
 
     Args:
         theirs: transformers' model, in fp32.
@@ -100,7 +100,7 @@ def nearest(theirs: Any, folder: Path) -> Nearest:
     candidates: list[Nearest] = []
     for name in built_in():
         model_class = get_arch(name)
-        if Path(module_of(model_class).__file__).stem != name:  # the family is a folder
+        if Path(module_of(model_class).__file__).stem != name:  # a file of a folder, such as glm/text.py
             continue
         try:
             with warnings.catch_warnings():

@@ -1,8 +1,8 @@
 """Creation of the files of a new architecture from a config.json: a copy of the nearest module, and test data.
 
-The program compares the single-module architectures of this package with a tiny model of transformers, and copies the
-most similar architecture. The tests fail where the copy differs from transformers. The author of the architecture then
-changes the copy until all tests pass.
+The program compares a tiny model of transformers with each text architecture of this package that has a file of its own
+name, and copies the most similar architecture. The tests fail where the copy differs from transformers. The author of
+the architecture then changes the copy until all tests pass.
 """
 
 import copy

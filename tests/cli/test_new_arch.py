@@ -14,7 +14,7 @@ pytest.importorskip("typer", reason="the command line needs typer and rich: pip 
 
 from typer.testing import CliRunner
 
-from liger_models.cli import commands, new_arch
+from liger_models.cli import commands, nearest_arch, new_arch
 from liger_models.cli.compare import tensor_differences, where_it_differs
 from liger_models.convert import format_of
 from liger_models.convert.config_map import read_config
@@ -95,6 +95,24 @@ def test_what_is_written_and_what_to_do_next(checkout):
         "docs/adding-an-architecture.md",
     ):
         assert line in output
+
+
+def test_the_help_says_which_architectures_are_compared(checkout, monkeypatch):
+    """Those of a text model in a file of their own name, which can be copied."""
+    compared = set()
+    compare = nearest_arch._compared
+
+    def record(name, *arguments):
+        candidates = compare(name, *arguments)
+        compared.update(name for _ in candidates)
+        return candidates
+
+    monkeypatch.setattr(nearest_arch, "_compared", record)
+    make()
+    assert {"llama", "mixtral", "olmo2"} <= compared
+    assert compared.isdisjoint({"gemma3_text", "qwen3_5_text", "llava"})
+    told = " ".join(run("--help").split())
+    assert "each text architecture that has a file of its own name" in told
 
 
 def test_the_defaults_are_transformers(checkout, own_registry):
