@@ -18,7 +18,7 @@ from liger_models.data.packing import PackedRows, seeded_generator
 from liger_models.data.pixels import RowMaker, make_pixels
 from liger_models.data.preference import encode_pair
 from liger_models.data.sources import Record
-from liger_models.data.tokens import TokenFile, tokenize
+from liger_models.data.tokens import TokenFile, document_sizes, tokenize
 
 MULTIPLE = 64
 """Rows are padded to a multiple of this number of tokens, so that there are only a few different shapes."""
@@ -78,8 +78,7 @@ class AnswerRows(PackedRows):
 
     def _with_answers(self) -> list[int]:
         """Return the indices of the examples whose answers begin within the first ``length`` tokens."""
-        ends = self.tokens.ends
-        sizes = ends.diff(prepend=ends.new_zeros(1)).view(-1, 2)  # [examples, 2]
+        sizes = document_sizes(self.tokens.ends).view(-1, 2)  # [examples, 2]
         is_long = (sizes > self.length).any(1).tolist()
         return [
             number
@@ -128,8 +127,7 @@ class AnswerRows(PackedRows):
 
     def count_equal(self) -> int:
         """Return the number of pairs whose two answers are equal, for example because both were cut."""
-        ends = self.tokens.ends
-        sizes = ends.diff(prepend=ends.new_zeros(1)).view(-1, 2).clamp(max=self.length)
+        sizes = document_sizes(self.tokens.ends).view(-1, 2).clamp(max=self.length)
         alike = (sizes[:, 0] == sizes[:, 1]).tolist()
         pairs = (self._documents(number)[:2] for number in self.kept if alike[number])
         return sum(torch.equal(first, second) for first, second in pairs)
@@ -203,8 +201,7 @@ class AnswerDataset(PackedDataset):
     def _notes(self) -> list[str]:
         """Return notes that count examples left out, sequences that are cut, and pairs with equal answers."""
         parts: Any = getattr(self.rows, "parts", [self.rows])
-        ends = [part.tokens.ends for part in parts]
-        sizes = [end.diff(prepend=end.new_zeros(1)).view(-1, 2) for end in ends]
+        sizes = [document_sizes(part.tokens.ends).view(-1, 2) for part in parts]
         left_out = sum(len(size) - len(part.kept) for part, size in zip(parts, sizes, strict=True))
         cut = sum(int((size[part.kept] > self.length).sum()) for part, size in zip(parts, sizes, strict=True))
         equal = sum(part.count_equal() for part in parts) if self.formats != ("kto",) else 0

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from liger_models.data.batch import Batch
 from liger_models.data.media import keep_whole
 from liger_models.data.pixels import RowMaker
-from liger_models.data.tokens import TokenFile
+from liger_models.data.tokens import TokenFile, document_sizes
 
 WINDOW = 4096
 """The number of documents that are packed together, and the number of examples that a stream reads ahead."""
@@ -149,7 +149,7 @@ class PackedRows(Dataset[Batch]):
     ) -> None:
         self.tokens, self.make_row, self.shuffle, self.seed = tokens, make_row, shuffle, seed
         self.epoch, self.length = 0, make_row.length
-        sizes = tokens.ends.diff(prepend=tokens.ends.new_zeros(1))
+        sizes = document_sizes(tokens.ends)
         self.longer = int((sizes > self.length).sum())
         kept = self._keep_whole(sizes)
         self.truncated = int((kept < sizes).sum())

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 from huggingface_hub.utils.tqdm import tqdm
+from torch import Tensor
 
 from liger_models.base.processor import MediaSize
 from liger_models.common.replacing import replacing
@@ -48,6 +49,11 @@ PLACES, HEADERS, CONTENTS = "media.bin", "media.jsonl", "media.contents"
 """Files that describe the images. The first holds [4] int64 for each image: the index of its first token, the index
 after its last token, the end of its header in the second file, and the end of its content in the third file. The
 second file holds headers as lines of JSON. The third file holds the contents of images that are not in files."""
+
+
+def document_sizes(ends: Tensor) -> Tensor:
+    """Return the number of tokens of each document, [documents] int64, from its end; see ``ends`` of `TokenFile`."""
+    return ends.diff(prepend=ends.new_zeros(1))
 
 
 class TokenFile:

@@ -9,16 +9,17 @@ import subprocess
 import sys
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor, wait
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from liger_models.data import tokens
 from liger_models.data.encoding import Encoder
-from liger_models.data.tokens import TokenFile
+from liger_models.data.tokens import TokenFile, document_sizes
 
 from ..processes import environment, run
 from .examples import signature, texts, write
@@ -39,6 +40,16 @@ def test_tokens_are_made_once(make, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     make(path, cache_dir=None)
     assert len(list((tmp_path / "home" / "liger_models").iterdir())) == 1
+
+
+def test_the_sizes_of_documents(make):
+    tokens = make([{"text": "w1 w2 w3"}, {"text": ""}, {"text": "w1"}]).rows.tokens
+    starts = [0, *tokens.ends.tolist()]
+    sizes = [end - start for start, end in pairwise(starts)]
+    found = document_sizes(tokens.ends)
+    assert found.tolist() == sizes
+    assert found.dtype == torch.int64
+    assert len({*sizes}) > 1
 
 
 def test_what_a_run_that_died_has_left_is_in_nobodys_way(make, tmp_path):
