@@ -1,5 +1,6 @@
 """Rerankers (cross-encoders): causal models that say with one of two tokens whether a document fits a query."""
 
+import itertools
 import os
 import warnings
 from collections.abc import Collection, Sequence
@@ -57,12 +58,17 @@ class LigerReranker:
         """Return the scores of (query, document) pairs, without gradients.
 
         Args:
-            pairs: the pairs.
+            pairs: the pairs. As in sentence-transformers' ``CrossEncoder``, a query or a document may be empty. Its
+                place in the prompt is then empty.
             batch_tokens: maximum number of tokens in a forward. Each longer prompt gets a separate forward.
 
         Returns:
             [pairs] fp32, on the device of the model: the log-odds of ``yes``. Their sigmoid is the probability of
             ``yes``.
+
+        Raises:
+            TypeError: a query or a document is not a text.
+            ValueError: the maximum length leaves no room for a query and a document, or ``batch_tokens`` is below 1.
         """
         tokenizer = self.model.tokenizer
         limit = self.settings.max_length or getattr(self.model.config, "max_position_embeddings", None)
@@ -154,13 +160,20 @@ def encode_prompts(
     Args:
         tokenizer: the tokenizer of the model. No special tokens are added.
         settings: the prompt.
-        pairs: pairs of a query and a document.
+        pairs: pairs of a query and a document, each of which may be empty.
         max_length: maximum number of tokens in a prompt. Longer prompts are cut at the end of the document. None for no
             limit.
 
     Raises:
+        TypeError: a query or a document is not a text.
         ValueError: ``max_length`` leaves no room for a query and a document.
     """
+    for text in itertools.chain.from_iterable(pairs):
+        if not isinstance(text, str):
+            raise TypeError(
+                f"rerank: a query and a document must be texts, got {str(text)[:60]!r} of type {type(text).__name__}. "
+                "For a missing text, pass an empty one."
+            )
     prefix, suffix = (
         torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int32, device="cpu")
         for text in (settings.prefix, settings.suffix)

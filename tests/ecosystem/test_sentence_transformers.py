@@ -51,7 +51,7 @@ def test_it_loads_our_reranker(checkpoint, tmp_path):  # noqa: F811
     settings = RerankerSettings(instruction='say "w1"', prefix="query :\n", suffix=" document :\n")
     ours = LigerReranker(LigerReranker.from_pretrained(checkpoint, progress=False).model, settings)
     ours.save_pretrained(tmp_path)
-    pairs = [("w1 w2", "w3 w4"), ("w1", "w5"), ("w1 w2", "w6 w7 w8 " * 12)]
+    pairs = [("w1 w2", "w3 w4"), ("w1", "w5"), ("w1 w2", "w6 w7 w8 " * 12), ("w1 w2", ""), ("", "w3"), ("", "")]
     found = sentence_transformers.CrossEncoder(str(tmp_path), device="cpu").predict(
         pairs, activation_fn=torch.nn.Identity()
     )

@@ -59,6 +59,20 @@ def test_cut_prompts_keep_their_end(checkpoint):
         encode_prompts(tokenizer, SETTINGS, PAIRS, 4)
 
 
+def test_empty_texts_leave_their_place_in_the_prompt_empty(checkpoint):
+    reranker = load(checkpoint)
+    tokenizer = reranker.model.tokenizer
+    pairs = [("w1", ""), ("", "w3"), ("", "")]
+    for pair, ids in zip(pairs, encode_prompts(tokenizer, SETTINGS, pairs, None), strict=True):
+        text = "query : <Instruct>: Instruct w1\n<Query>: {}\n<Document>: {} document :".format(*pair)
+        assert ids.tolist() == tokenizer.encode(text, add_special_tokens=False)
+    assert len({*reranker.score(pairs).tolist()}) == 3
+    assert reranker.score([]).shape == (0,)
+    for pair in (("w1", None), (None, "w3"), ("w1", 3.0)):
+        with pytest.raises(TypeError, match=r"rerank: a query and a document must be texts, got '(None|3.0)' of type"):
+            reranker.score([PAIRS[0], pair])
+
+
 def test_answers_are_single_tokens(checkpoint):
     with pytest.raises(ValueError, match="yes must be one token, got 'w1 w2' of 2 tokens"):
         load(checkpoint, RerankerSettings(yes="w1 w2"))
