@@ -77,6 +77,20 @@ def embeds_with_norms(embedding: nn.Module, *norms: nn.Module) -> bool:
     )
 
 
+def _seams(parents: Tensor, cu_seqlens: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the indices of two tokens for each document that continues a parent: the last token of the parent, and the
+    first token of the document. Documents without tokens are left out.
+
+    Args:
+        parents, cu_seqlens: as in `Decoder.forward`.
+        size: number of tokens in the batch.
+    """
+    bounds = cu_seqlens.long().clamp(max=size)
+    has_tokens = bounds.diff() > 0
+    children = ((parents >= 0) & has_tokens & has_tokens[parents]).nonzero()[:, 0]
+    return bounds[parents[children] + 1] - 1, bounds[children]
+
+
 class LigerMTP(nn.Module):
     """A model and its multi-token prediction block. ``model`` can still be used by itself.
 
@@ -302,7 +316,8 @@ class LigerMTP(nn.Module):
         tokens.
 
         Args:
-            input_ids, labels, inputs: as in `forward`. Tokens without a label do not count.
+            input_ids, labels, inputs: as in `forward`. Tokens without a label do not count. With ``parents``, the
+                first label of each document that continues a parent counts, too.
 
         Returns:
             [2] int64, the number of such tokens and the total number of tokens with a label.
@@ -317,7 +332,17 @@ class LigerMTP(nn.Module):
         # position.
         own, draft = (self._most_likely(x) for x in (hidden[-1], drafted))
         counted = layout.shift(layout.shift(labels)) != -100
-        return torch.stack([((draft == own.roll(-1, 1)) & counted).sum(), counted.sum()])
+        same = draft == own.roll(-1, 1)
+        counts = torch.stack([(same & counted).sum(), counted.sum()])
+        if inputs.get("parents") is None:
+            return counts
+
+        # The first token of a document that continues another one predicts the document's first label. The draft for
+        # this label comes from the last token of the parent.
+        last, first = _seams(inputs["parents"], inputs["cu_seqlens"], input_ids.numel())
+        same = draft.flatten()[last] == own.flatten()[first]
+        counted = layout.shift(labels).flatten()[first] != -100
+        return counts + torch.stack([(same & counted).sum(), counted.sum()])
 
     def _most_likely(self, hidden: Tensor) -> Tensor:
         """Return the most likely tokens [B, T] for the head's inputs [B, T, C]. Computes `CHUNK` rows at a time."""

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from liger_models import LigerLlama, LigerMTP, LlamaConfig
 from liger_models.adapters import LoRAConfig, apply_lora, merge_lora
+from liger_models.data import pack_answers
 from liger_models.distributed.collectives import Group
 from liger_models.distributed.groups import ParallelGroups
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
@@ -27,8 +28,10 @@ from .families import (
     is_tower,
     load,
     make_folder,
+    tiny,
     tokens,
 )
+from .test_shared_prompts import build, sample
 from .test_vision import ONE, Batch
 
 CASES = [("qwen3_next", "aux"), ("qwen3_5_text", "gqa"), ("qwen3_5_moe_text", "aux"), ("qwen3_next", "mixed")]
@@ -224,6 +227,25 @@ def test_a_block_that_is_one_more_layer(case, tmp_path):
     with torch.no_grad():
         ours.lm_head.weight += 1
     assert torch.equal(mtp.tensors()[f"model.layers.{number}.shared_head.head.weight"], ours.lm_head.weight)
+
+
+@pytest.mark.parametrize("arch", ["deepseek_v3", "glm4_moe"])
+def test_drafts_are_counted_for_each_answer_to_a_shared_prompt(arch):
+    """As for answers that each follow a copy of the prompt, with the first token of every answer."""
+    model = build(arch, next(iter(tiny(arch))))
+    with torch.no_grad():
+        model.lm_head.weight[3:] = 0.0  # few tokens are likely, so that many drafts are accepted
+    mtp = LigerMTP(model)
+    prompts, answers = sample(model, model.config.vocab_size)
+    totals = []
+    for row in zip([prompt for prompt in prompts for _ in range(2)], answers, strict=True):
+        ids = torch.cat(row)[None]
+        totals.append(mtp.acceptance(ids, labels=ids.where(torch.arange(ids.shape[1]) >= len(row[0]), -100)))
+    accepted, total = sum(totals).tolist()
+    assert total == sum(map(len, answers)) - 2  # no token drafts the first token after a prompt of one token
+    assert 0 < accepted < total
+    batch, _ = pack_answers(prompts, answers)
+    assert mtp.acceptance(**batch).tolist() == [accepted, total]
 
 
 def their_layer(theirs: Any) -> Any:
