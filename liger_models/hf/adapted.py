@@ -1,12 +1,71 @@
 """Makes models compatible with PEFT. While a model has PEFT's adapters, its modules have transformers' names."""
 
+import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from liger_models.adapters.unpacked import UnpackedModel, unpack_projections
+
+STEPS = ("_pre_injection_hook", "inject_adapter", "_post_injection_hook")
+"""The methods with which a tuner of PEFT adds an adapter, in the order of their calls."""
+
+
+class Injection:
+    """Watches a tuner of PEFT while it adds the first adapter to a model, and undoes its changes if it fails.
+
+    A tuner that fails calls no method of the model. The tuner's methods `STEPS` are therefore wrapped until the adapter
+    is added.
+
+    Args:
+        model: the model, with unpacked projections.
+        tuner: the tuner. Other objects are not watched.
+    """
+
+    def __init__(self, model: Any, tuner: Any) -> None:
+        self.model = model
+        self.trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        self.attributes: dict[str, Any] = vars(tuner) if hasattr(type(tuner), "inject_adapter") else {}
+        if self.attributes:
+            self.attributes |= {name: self._watched(getattr(tuner, name)) for name in STEPS if hasattr(tuner, name)}
+
+    def _watched(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls ``step`` and, if it fails, restores the model."""
+
+        @functools.wraps(step)
+        def run(*arguments: Any, **options: Any) -> Any:
+            try:
+                return step(*arguments, **options)
+            except BaseException:
+                self.model._undo_injection()
+                raise
+
+        return run
+
+    def end(self) -> None:
+        """Stop watching the tuner."""
+        for name in STEPS:
+            self.attributes.pop(name, None)
+
+    def remove_wrappers(self) -> None:
+        """Put the model's own modules in the place of PEFT's modules, and train the same parameters as before."""
+        _unwrap_children(self.model)
+        for parameter, requires_grad in self.trained:
+            parameter.requires_grad_(requires_grad)
+        self.trained.clear()  # packing frees the memory of the parameters one by one
+
+
+def _unwrap_children(module: nn.Module) -> None:
+    for name, child in [*module.named_children()]:
+        # A layer with an adapter holds its base layer, and a module of `modules_to_save` the original module.
+        own: Any = child
+        while (inner := getattr(own, "base_layer", getattr(own, "original_module", None))) is not None:
+            own = inner
+        if own is not child:
+            setattr(module, name, own)
+        _unwrap_children(own)
 
 
 class Adaptable:
@@ -14,7 +73,8 @@ class Adaptable:
 
     PEFT adapts the modules of a second module tree, in which the packed projections are unpacked into one layer per
     matrix; see `unpack_projections`. Before PEFT looks for modules, the submodules of this tree replace the submodules
-    of the model and of its body. After PEFT has removed its adapters, the projections are packed again.
+    of the model and of its body. After PEFT has removed its adapters, or if PEFT fails to add the first one, the
+    projections are packed again.
     """
 
     model: Any
@@ -36,8 +96,10 @@ class Adaptable:
         Raises:
             AttributeError: the model has no adapters.
         """
-        if self.tree is None and sys._getframe(1).f_globals.get("__name__", "").startswith("peft.tuners."):
+        caller = sys._getframe(1)
+        if self.tree is None and caller.f_globals.get("__name__", "").startswith("peft.tuners."):
             self._unpack()
+            vars(self)["injection"] = Injection(self, caller.f_locals.get("self"))
         # Read `adapter_configs`, because the tree's property `peft_config` would look up a missing value in this model
         # and thus call this property again.
         configs = None if self.tree is None else self.tree.adapter_configs
@@ -48,7 +110,14 @@ class Adaptable:
     @peft_config.setter
     def peft_config(self, configs: dict[str, Any]) -> None:
         assert self.tree is not None
-        self.tree.peft_config = configs
+        try:
+            self.tree.peft_config = configs
+        except ValueError:
+            self._undo_injection()
+            raise
+        injection = vars(self).pop("injection", None)
+        if injection is not None:
+            injection.end()
 
     @peft_config.deleter
     def peft_config(self) -> None:
@@ -78,6 +147,18 @@ class Adaptable:
         del vars(self)["peft_tree"], vars(body)["decoder"]
         vars(body)["_modules"], vars(body)["_parameters"] = modules, parameters
         vars(self)["_modules"] = own
+
+    def _undo_injection(self) -> None:
+        """Remove what PEFT has added of the first adapter, and pack the projections again."""
+        injection, tree = vars(self).pop("injection", None), self.tree
+        if injection is None or tree is None:
+            return
+        injection.end()
+        injection.remove_wrappers()
+        self._hf_peft_config_loaded = False  # set by transformers' add_adapter
+        tree.adapter_configs = None
+        if tree.is_plain:
+            self._pack()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.tree is not None and name in self._modules and name != "model":

@@ -153,14 +153,52 @@ def test_generating_with_another_embedding(folder, tmp_path, options):
     assert native.rollout(ids, **new)[0].tokens.tolist() == want[0, 8:].tolist()
 
 
-def test_names_that_match_nothing_leave_a_model_that_computes(folder, tmp_path):
+FAILURES = {
+    "names": ({"target_modules": ["nothing"]}, "not found in the base model"),
+    # PEFT has replaced modules when it, or this package, finds the mistake.
+    "module": ({"target_modules": ["q_proj", "mlp"]}, r"Target module Node\((.|\n)* is not supported"),
+    "setting": (
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "target_parameters": ["o_proj.weight"]},
+        "target_parameters must be empty",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ["get_peft_model", "add_adapter"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_failure_leaves_the_model_as_it_was(folder, tmp_path, failure, way):
+    options, message = FAILURES[failure]
     model = load(folder)
+    model.model.embed_tokens.weight.requires_grad_(False)
     before = model(IDS).logits
-    with pytest.raises(ValueError, match="not found in the base model"):
-        peft.get_peft_model(model, peft.LoraConfig(target_modules=["nothing"]))
-    assert error(model(IDS).logits, before) <= LIMIT
+    state, trained = model.state_dict(), {name: each.requires_grad for name, each in model.named_parameters()}
+    config = peft.LoraConfig(**options)
+    with pytest.raises(ValueError, match=message):
+        peft.get_peft_model(model, config) if way == "get_peft_model" else model.add_adapter(config)
+    assert {name: each.requires_grad for name, each in model.named_parameters()} == trained
+    after = model.state_dict()
+    assert [*after] == [*state]
+    assert all(torch.equal(after[name], state[name]) for name in state)
+    assert not any(isinstance(module, UnpackedLinear) for module in model.modules())
+    assert torch.equal(model(IDS).logits, before)
     model.save_pretrained(tmp_path)
     assert error(hf_model(tmp_path)(IDS).logits, before) <= LIMIT
+
+    # The next attempt succeeds.
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    adapted = peft.get_peft_model(model, config) if way == "get_peft_model" else model
+    if adapted is model:
+        model.add_adapter(config)
+    assert not [name for name, each in adapted.named_parameters() if each.requires_grad and "lora" not in name]
+    assert "inject_adapter" not in vars(getattr(adapted, "base_model", adapted))
+    assert error(copy.deepcopy(adapted)(input_ids=IDS).logits, before) <= LIMIT
+
+
+def test_a_second_adapter_that_fails_leaves_the_first(folder, theirs):
+    ours = peft.PeftModel.from_pretrained(load(folder), folder / "adapter", is_trainable=True)
+    with pytest.raises(ValueError, match="not found in the base model"):
+        ours.add_adapter("other", peft.LoraConfig(target_modules=["nothing"]))
+    assert error(ours(input_ids=IDS).logits, theirs(input_ids=IDS).logits) <= LIMIT
 
 
 @pytest.mark.filterwarnings("ignore:.* all linear layers have adapters except:UserWarning")
