@@ -156,13 +156,19 @@ class EmbedObjective(RetrievalObjective):
         restore_random_state(after, model.device)
         return loss.detach(), metrics
 
-    def compare(self, embeddings: list[Tensor], batches: list[Batch]) -> tuple[Tensor, Metrics]:
-        """Compute the loss and metrics of this rank's examples, which are compared with the examples of all ranks.
+    def compare(
+        self, embeddings: list[Tensor], batches: list[Batch], *, across_ranks: bool = True
+    ) -> tuple[Tensor, Metrics]:
+        """Compute the loss and metrics of this rank's examples.
 
         Args:
             embeddings: the embeddings of each batch, [texts, C].
             batches: this rank's batches, from a `PairDataset`.
+            across_ranks: whether the examples are compared with the examples of all ranks. If so, every rank must call
+                this method.
         """
+        gather = _gather if across_ranks else (lambda x: x)
+
         # Concatenate the queries of all batches, then their documents, then the negative documents.
         sizes = [len(batch["counted"]) for batch in batches]
         queries, documents, negatives = _by_role(embeddings, sizes)
@@ -171,17 +177,17 @@ class EmbedObjective(RetrievalObjective):
         metrics = {"positive_similarity": pair((similarity * counted).sum(), counted.sum())}
 
         if "scores" in batches[0]:
-            first, second = _gather(queries), _gather(documents)
-            scores, valid = _gather(torch.cat([batch["scores"] for batch in batches])), _gather(counted)
+            first, second = gather(queries), gather(documents)
+            scores, valid = gather(torch.cat([batch["scores"] for batch in batches])), gather(counted)
             loss = self.cosent(first[valid], second[valid], scores[valid])
             return loss, metrics  # all ranks have the same loss, and gradients are averaged
 
         # Equal documents are merged, so that a query's own document is never one of its negatives.
         query_keys, document_keys, negative_keys = _by_role([batch["keys"] for batch in batches], sizes)
         ours = torch.cat([document_keys, negative_keys])
-        everyone = _gather(torch.cat([documents, negatives]))
-        column_keys, columns = _distinct(_gather(ours), everyone)
-        row_keys, rows = _distinct(_gather(query_keys), _gather(queries))
+        everyone = gather(torch.cat([documents, negatives]))
+        column_keys, columns = _distinct(gather(ours), everyone)
+        row_keys, rows = _distinct(gather(query_keys), gather(queries))
         loss = self.contrastive(
             queries[counted],
             columns,
@@ -192,9 +198,13 @@ class EmbedObjective(RetrievalObjective):
         return loss, metrics
 
     def evaluate(self, model: CausalLM, batch: Batch) -> Metrics:
-        """See `Objective.evaluate`."""
+        """See `Objective.evaluate`. The examples of a batch are compared only with each other.
+
+        A batch holds consecutive examples of the data, however many ranks there are. The loss therefore does not depend
+        on the number of ranks.
+        """
         embeddings = embed(model, batch, self.settings)
-        loss, metrics = self.compare([embeddings], [batch])
+        loss, metrics = self.compare([embeddings], [batch], across_ranks=False)
         number = batch["counted"].sum()
         total = torch.where(number > 0, loss * number, torch.zeros_like(loss))
         self.evaluated.append((embeddings.cpu(), {name: tensor.cpu() for name, tensor in batch.items()}))

@@ -22,7 +22,7 @@ from liger_models.data import PairDataset
 from liger_models.kernels.dispatch import reference_backend
 from liger_models.parallel import apply_fsdp
 from liger_models.retrieval import EmbedderSettings, LigerEmbedder, LigerReranker, RerankerSettings
-from liger_models.train.loop import TrainOptions, load_model, train
+from liger_models.train.loop import TrainOptions, evaluate, load_model, train
 from liger_models.train.objective_options import make_objective
 
 from ..parallel.conftest import two  # noqa: F401
@@ -154,6 +154,30 @@ def test_rerank_learns_the_probability_of_yes(folder):
     torch.testing.assert_close(loss, F.binary_cross_entropy_with_logits(scores, labels), rtol=1e-5, atol=0)
     assert metrics["accuracy"].tolist() == [((scores > 0) == (labels > 0.5)).sum(), len(labels)]
     assert all(gradient.isfinite().all() for gradient in found.values())
+
+
+def _evaluate_on_a_rank(folder: Path, data: str) -> None:
+    """The last step has a batch for the first rank alone."""
+    with warnings.catch_warnings(), reference_backend():
+        warnings.simplefilter("ignore")
+        model, objective, _ = prepared(folder, "embed", data, symmetric=True)
+        make = partial(
+            objective.eval_dataset, folder / f"{data}.jsonl", model, overflow=None, length=64, batch_size=6,
+            cache_dir=folder / "cache", progress=False,
+        )  # fmt: skip
+        found, expected = (
+            evaluate(model, make(rank=rank, ranks=ranks), torch.device("cpu"), objective)
+            for rank, ranks in ((dist.get_rank(), 2), (0, 1))
+        )
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert value == pytest.approx(expected[name], rel=1e-5), name
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("data", ["triplets", "scored"])
+def test_metrics_of_an_evaluation_do_not_depend_on_the_number_of_ranks(two, folder, data):  # noqa: F811
+    two(_evaluate_on_a_rank, folder, data)
 
 
 def _step_on_a_rank(folder: Path, objective_name: str, data: str) -> None:
