@@ -56,10 +56,13 @@ def save_pretrained(
     the same folder, this function waits.
 
     If an unsharded model is saved in a process group, only rank 0 writes, and the other ranks that call this function
-    wait for rank 0. If the model is sharded, all ranks must call this function. Under torchrun, the files are then
-    distributed over the ranks on the host of rank 0, and each of these ranks writes some of the files. Each parameter
-    is gathered only on the rank that writes it. A rank that writes holds the tensors of about one file at a time. All
-    other ranks only send their shards.
+    wait for rank 0. For one folder, let either all ranks or only rank 0 call this function in the whole run: after a
+    call of rank 0 alone, other ranks would not wait for the next call.
+
+    If the model is sharded, all ranks must call this function. Under torchrun, the files are then distributed over the
+    ranks on the host of rank 0, and each of these ranks writes some of the files. Each parameter is gathered only on
+    the rank that writes it. A rank that writes holds the tensors of about one file at a time. All other ranks only send
+    their shards.
 
     Args:
         model: the model. Its ``hf_config`` and ``assets`` are also saved.

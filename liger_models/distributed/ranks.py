@@ -100,6 +100,11 @@ def run_on_rank_zero(name: str, work: Callable[[], Result]) -> Result:
     While rank 0 works, other ranks wait without a time limit. Rank 0 does not wait for other ranks, so rank 0 may be
     the only caller.
 
+    The n-th call of a rank for a name gets the result of rank 0's n-th call for this name. Therefore, either all ranks
+    or only rank 0 must make the calls for a name. If all ranks repeated a call that rank 0 has made alone, the other
+    ranks would get the earlier result. They cannot notice this: if rank 0 is faster, the result of a call that all
+    ranks make is also there before the other ranks make the call.
+
     Args:
         name: identifier of the work; must be the same on all ranks.
         work: function whose result and errors can be pickled.
