@@ -16,27 +16,24 @@ from liger_models.layers.linear import is_sharded
 from liger_models.layers.norm import is_fusible, low_rank_of, row_order, weight_of
 
 
-def check_float8_weights(model: Decoder) -> None:
-    """Raise ValueError if `float8_weights` does not support a model."""
+def refusal(model: Decoder) -> str | None:
+    """Return the reason why `float8_weights` does not support a model; None if it does."""
     name, device = type(model).__name__, model.device
     if model.groups != ParallelGroups() or any(map(is_sharded, model.parameters())):
-        raise ValueError(
-            f"rollout: with weight_dtype='float8', model must not be distributed, got a distributed {name}. Leave "
-            "weight_dtype out, or sample within unsharded."
-        )
+        return f"model must not be distributed, got a distributed {name}, which can sample within unsharded"
     if model.dtype != torch.bfloat16 or not converts(device):
-        raise ValueError(
-            "rollout: with weight_dtype='float8', model must be in bfloat16, on a CPU or on a GPU with float8 (Ada, "
-            f"Hopper or newer), got {model.dtype} on {device}. Leave weight_dtype out."
+        return (
+            "model must be in bfloat16, on a CPU or on an NVIDIA GPU with compute capability 8.9 or higher, got "
+            f"{model.dtype} on {device}"
         )
     linears = _linears(model)
     unsupported = [path for path, (_, _, linear) in linears.items() if not _is_supported(linear)]
     if unsupported or not linears:
-        raise ValueError(
-            "rollout: with weight_dtype='float8', linear layers of the blocks must be plain, or have frozen weights or "
-            f"LoRA, without DoRA and hooks, got others: {', '.join(unsupported[:4]) or f'none, in {name}'}. Leave "
-            "weight_dtype out."
+        return (
+            "linear layers of the blocks must be plain, or have frozen weights or LoRA, without DoRA and hooks, got "
+            f"others: {', '.join(unsupported[:4]) or f'none, in {name}'}"
         )
+    return None
 
 
 @contextmanager
@@ -47,7 +44,7 @@ def float8_weights(model: Decoder) -> Iterator[None]:
     weights, and so do linear layers whose sizes the kernels do not support.
 
     Args:
-        model: a model that `check_float8_weights` accepts.
+        model: a model that `refusal` accepts.
     """
     replaced = list(_linears(model).values())
     try:

@@ -16,7 +16,7 @@ from liger_models.distributed.groups import ParallelGroups
 from liger_models.generation.deterministic import refusal as deterministic_refusal
 from liger_models.generation.draft_rounds import draft_refusal
 from liger_models.generation.eval_mode import evaluating
-from liger_models.generation.float8_weights import check_float8_weights
+from liger_models.generation.float8_weights import refusal as float8_refusal
 from liger_models.generation.model_state import state_of
 from liger_models.generation.options import DRAWING, UNFILTERED, Options, Settings, select_inputs
 from liger_models.generation.prompts import count_embeddings
@@ -173,8 +173,9 @@ def check_features(
             "rollout: weight_dtype must be None with deterministic=True, got 'float8'. Training uses the weights "
             "themselves. Leave one of them out."
         )
-    if weight_dtype is not None:
-        check_float8_weights(model)
+    refused = None if weight_dtype is None else float8_refusal(model)
+    if refused is not None:
+        raise ValueError(f"rollout: {refused}, with weight_dtype='float8'. Leave it out.")
     if record_routing and (not model.routers or not model.replays_routing):
         raise ValueError(
             f"rollout: record_routing needs routed experts in blocks that replay routing, got {type(model).__name__}. "

@@ -25,6 +25,7 @@ from liger_models.data.sampled_answers import answer_tokens, pack_answers
 from liger_models.distributed.ranks import raise_on_all_ranks, world_size
 from liger_models.generation.deterministic import deterministic_forward
 from liger_models.generation.deterministic import refusal as deterministic_refusal
+from liger_models.generation.float8_weights import refusal as float8_refusal
 from liger_models.generation.options import UNFILTERED, resolve
 from liger_models.generation.rollout_checks import refusal
 from liger_models.generation.rollouts import free_memory
@@ -70,6 +71,7 @@ class GRPOObjective(Objective):
         self.repeats, self.scales = settings.pop("num_iterations", 1), settings.pop("scale_rewards", True)
         self.replays = settings.pop("replay_routing", False)
         self.deterministic = settings.pop("deterministic_rollouts", False)
+        self.rollout_dtype = settings.pop("rollout_dtype", None)
         if options.save_every % self.repeats != 0:
             raise ValueError(
                 f"TrainOptions: save_every must be a multiple of num_iterations, got {options.save_every} and "
@@ -84,6 +86,11 @@ class GRPOObjective(Objective):
 
         # The loss. `prepare` creates the loss again with the settings of the model's head.
         self.temperature = settings.get("temperature", 1.0)
+        if self.rollout_dtype is not None and (self.deterministic or self.temperature != 1):
+            raise ValueError(
+                "TrainOptions: rollout_dtype needs temperature 1 and no deterministic_rollouts, got temperature "
+                f"{self.temperature} and deterministic_rollouts {self.deterministic}. Leave rollout_dtype out."
+            )
         low = settings.pop("epsilon", 0.2)
         ranges = {"epsilon_low": low, "epsilon_high": settings.pop("epsilon_high", low)}
         self.settings: dict[str, Any] = {"beta": 0.0, "max_completion_length": self.new, **ranges, **settings}
@@ -99,6 +106,10 @@ class GRPOObjective(Objective):
         refused = deterministic_refusal(model) if self.deterministic else None
         if refused is not None:
             raise ValueError(f"TrainOptions: deterministic_rollouts: {refused}. Leave it out.")
+        # Models on several ranks are gathered before they are checked.
+        refused = float8_refusal(model) if self.rollout_dtype is not None and world_size() == 1 else None
+        if refused is not None:
+            raise ValueError(f"TrainOptions: rollout_dtype: {refused}. Leave it out.")
         self.head: dict[str, Any] = {"softcap": model.lm_head.softcap, "logit_scale": model.lm_head.logit_scale}
         self.function = LigerFusedLinearGRPOLoss(**self.settings, **self.head)
         if self.function.beta:
@@ -138,7 +149,8 @@ class GRPOObjective(Objective):
             The inputs of a forward, and for B = prompts x num_generations answers: ``answer_tokens`` [B, n], see
             `pack_answers`, ``rewards`` [B] and ``advantages`` [B]. With ``replay_routing``, the inputs include the
             experts that each token was routed to. With ``deterministic_rollouts``, a batch that is used for several
-            steps also has ``old`` [B, n], the log-probabilities under the policy that sampled the answers.
+            steps also has ``old`` [B, n], the log-probabilities under the policy that sampled the answers. With
+            ``rollout_dtype``, ``sampling`` [B, n] has the log-probabilities with which the rollout drew the tokens.
         """
         # Sample answers, and compare each reward with the rewards of the other answers to the same prompt.
         answers, experts, log_probs, drafted = self._answers(model, rows)
@@ -169,7 +181,9 @@ class GRPOObjective(Objective):
         batch["input_ids"] = batch["input_ids"].masked_fill(sampled, filler)
         batch["answer_tokens"] = tokens
         if self.deterministic and self.repeats > 1 and self.temperature == 1:
-            batch["old"] = torch.stack([F.pad(row, (0, tokens.shape[1] - len(row))) for row in log_probs])
+            batch["old"] = _padded(log_probs, tokens.shape[1])
+        if self.rollout_dtype is not None:
+            batch["sampling"] = _padded(log_probs, tokens.shape[1])
         if drafted is not None:
             batch["drafted"] = drafted
         return {**batch, "rewards": rewards.float(), "advantages": advantages.float().flatten()}
@@ -216,8 +230,9 @@ class GRPOObjective(Objective):
             if refused is None:
                 drafts: dict[str, Any] = {"draft_model": self.block, "num_draft_tokens": 1} if self.block else {}
                 rows = policy.rollout(
-                    prompts, **options, **drafts, record_routing=self.replays, deterministic=self.deterministic
-                )
+                    prompts, **options, **drafts, record_routing=self.replays, deterministic=self.deterministic,
+                    weight_dtype=self.rollout_dtype, cache_dtype=self.rollout_dtype,
+                )  # fmt: skip
                 answers, drafted = [row.tokens.tolist() for row in rows], None
                 if drafts:
                     rounds = sum(row.rounds for row in rows)
@@ -229,6 +244,8 @@ class GRPOObjective(Objective):
                 )
             if self.deterministic:
                 raise ValueError(f"TrainOptions: deterministic_rollouts needs rollout, but {refused}. Leave it out.")
+            if self.rollout_dtype is not None:
+                raise ValueError(f"TrainOptions: rollout_dtype needs rollout, but {refused}. Leave it out.")
             # If FSDP gathers parameters in each forward, all ranks must run the same number of forwards, so no
             # answer may end early.
             ends: dict[str, Any] = {} if gathers or world_size() == 1 else {"eos_token_id": []}
@@ -300,6 +317,7 @@ class GRPOObjective(Objective):
             return self.function(
                 x, weight, target, target != -100, batch["advantages"], num_items_in_batch=num_items,
                 ref_per_token_logps=batch.get("reference"), old_per_token_logps=batch.get("old"),
+                sampling_per_token_logps=batch.get("sampling"),
             )  # fmt: skip
 
         with self._forward(model):
@@ -318,7 +336,9 @@ class GRPOObjective(Objective):
         if block is not None and mtp_loss is not None:
             loss = loss + block.loss_weight * mtp_loss / self.accumulate
             drafts["mtp_loss"] = pair(mtp_loss * targets, targets)
-        names = ("kl", "clip_ratio") if self.function.beta else ("clip_ratio",)
+        names = (
+            ["kl"] * bool(self.function.beta) + ["clip_ratio"] + ["sampling_logp_difference"] * ("sampling" in batch)
+        )
         means = {name: pair(value * targets, targets) for name, value in zip(names, metrics, strict=True)}
         return loss, {**self.evaluate(model, batch), **means, **drafts}
 
@@ -388,6 +408,11 @@ def has_room(model: CausalLM) -> bool:
     if world_size() > 1:
         dist.all_reduce(room, dist.ReduceOp.MIN)
     return bool(room)
+
+
+def _padded(rows: list[Tensor], n: int) -> Tensor:
+    """Return the rows, which have at most n elements, as a tensor [rows, n] with zeros at their ends."""
+    return torch.stack([F.pad(row, (0, n - len(row))) for row in rows])
 
 
 def _until(ids: list[int], stops: set[int]) -> list[int]:

@@ -93,6 +93,12 @@ class ObjectiveOptions:
     num_iterations: int | None = _of("grpo", "steps on the same answers (default: 1)", at_least=1)
     scale_rewards: bool | None = _of("grpo", "divide by the rewards' deviation in a group (default: true)")
     replay_routing: bool | None = _of("grpo", "train through the experts that sampled the answers (default: false)")
+    rollout_dtype: str | None = _of(
+        "grpo",
+        "float8: sample with float8 copies of the weights and with keys and values in float8, which is faster; the "
+        "loss corrects for the difference (default: the model's dtype)",
+        choices=("float8",),
+    )
     deterministic_rollouts: bool | None = _of(
         "grpo", "sample and train with the same bits of log-probabilities, which is slower (default: false)"
     )

@@ -35,7 +35,9 @@ from liger_models.adapters import apply_lora
 from liger_models.arch.mixtral import LigerMixtral, MixtralConfig
 from liger_models.data.answers import AnswerDataset
 from liger_models.generation import deterministic_forward
+from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
+from liger_models.layers.lm_head import select_tokens
 from liger_models.parallel import apply_fsdp
 from liger_models.train import grpo as grpo_module
 from liger_models.train.loop import TrainOptions, train
@@ -726,6 +728,55 @@ def test_grpo_trains_on_the_bits_that_were_sampled(folder, temperature):
         answer = (labels != -100).roll(-1)
         assert torch.equal(old[: answer.sum()], row[answer])
         assert (old[answer.sum() :] == 0).all()
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_grpo_corrects_for_rollouts_in_float8(folder, repeats, sharing):  # noqa: F811
+    given = {"model": "m", "data": "d", "output": "o", "objective": "grpo", "length": 32, "rollout_dtype": "float8"}
+    given |= {"reward": f"{folder}/reward.py:share", "num_generations": 4, "max_new_tokens": 6}
+    objective = make_objective(TrainOptions(**given, num_iterations=repeats, save_every=repeats))
+    model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False, dtype=torch.bfloat16)
+    objective.prepare(model, lambda name: None)
+    passed, rollout = [], model.rollout
+    model.rollout = lambda *args, **more: passed.append(more) or rollout(*args, **more)
+    data = objective.dataset(folder / "prompts.jsonl", model, length=32, overflow=None, batch_size=2, shuffle=False)
+    batch = objective.batch(model, next(iter(data)))
+    assert passed[0]["weight_dtype"] == passed[0]["cache_dtype"] == "float8"
+
+    # The loss of the log-probabilities that the forward computes, whose tokens the rollout has sampled with others.
+    answers, sampling = batch["answer_tokens"], batch["sampling"]
+    inputs = {name: batch[name] for name in ("input_ids", "labels", "cu_seqlens", "parents")}
+
+    def head(x, weight, target):
+        x, target = select_tokens(x, target, answers)
+        return torch.stack([fused_linear_logprobs(x, weight, target), (target != -100).float()])
+
+    with torch.no_grad():
+        log_probs, mask = model(**inputs, loss_function=head).loss
+    difference = (log_probs - sampling) * mask
+    assert 1e-4 < difference.abs().max() < 1
+    advantages = batch["advantages"][:, None]
+    want = -(difference.exp().clamp(max=3.0) * advantages * mask).sum() / mask.sum()
+    loss, metrics = objective.loss(model, batch, objective.num_items([batch]))
+    torch.testing.assert_close(loss.detach(), want, rtol=1e-3, atol=1e-5)
+    total, count = metrics["sampling_logp_difference"]
+    torch.testing.assert_close(total / count, difference.abs().sum() / mask.sum(), rtol=1e-3, atol=1e-5)
+
+
+def test_rollouts_that_cannot_be_in_float8(folder, monkeypatch):
+    given = {"model": "m", "data": "d", "output": "o", "objective": "grpo", "length": 32, "rollout_dtype": "float8"}
+    given |= {"reward": f"{folder}/reward.py:share", "max_new_tokens": 6}
+    for more in ({"temperature": 0.7}, {"deterministic_rollouts": True}):
+        with pytest.raises(ValueError, match="rollout_dtype needs temperature 1 and no deterministic_rollouts"):
+            make_objective(TrainOptions(**given, **more))
+    objective = make_objective(TrainOptions(**given))
+    model = LigerLlama.from_pretrained(folder / "checkpoint", progress=False)
+    with pytest.raises(ValueError, match=r"model must be in bfloat16, .* got torch\.float32"):
+        objective.prepare(model, lambda name: None)
+    monkeypatch.setattr(grpo_module, "refusal", lambda *_: "model must not be compiled")
+    data = objective.dataset(folder / "prompts.jsonl", model, length=32, overflow=None, batch_size=2, shuffle=False)
+    with pytest.raises(ValueError, match=r"rollout_dtype needs rollout, but model must not be compiled"):
+        objective.batch(model, next(iter(data)))
 
 
 def test_rollouts_that_cannot_be_deterministic(folder, monkeypatch):
