@@ -248,7 +248,7 @@ def title(mode: str) -> str:
 
 
 def table(rows: Rows) -> str:
-    """One line per mode. Ratios are relative to TRL's fastest mode with the same number of tokens."""
+    """One line per mode. Ratios are relative to TRL's fastest mode with the same number of tokens in the same run."""
     lines = []
     for row in rows:
         names = (row["model"], tokens(row["batch"]), title(row["mode"]))
@@ -258,7 +258,7 @@ def table(rows: Rows) -> str:
         peers = [
             peer for peer in rows
             if peer["mode"].startswith("trl") and "error" not in peer
-            and all(peer[key] == row[key] for key in ("model", "batch", "new_tokens"))
+            and all(peer[key] == row[key] for key in ("model", "batch", "new_tokens", "commit"))
         ]  # fmt: skip
         best: Row = min(peers, key=lambda peer: peer["step_s"], default={})
         keys = ("new_tokens", "step_s", "sampling_s", "training_s", "peak_gib")

@@ -19,7 +19,7 @@ from liger_models.adapters.lora_layers import with_class
 from liger_models.base.causal_lm import CausalLM
 from liger_models.kernels.float8.float8 import MULTIPLE, RECIPES, Float8
 from liger_models.kernels.float8.float8_linear import float8_linear
-from liger_models.layers.layer import named_layers
+from liger_models.layers.layer import named_linears
 from liger_models.layers.norm import autocast_weights
 
 if TYPE_CHECKING:
@@ -95,12 +95,7 @@ def convert_to_float8(model: Model, recipe: "str | Float8LinearConfig" = "tensor
     _check_model(model, not isinstance(recipe, str) and recipe.emulate)
 
     # Find the plain linear layers of the blocks. Among these, find the layers whose sizes the kernels do not support.
-    linears = {
-        f"layers.{path}.{name}": (layer, name, linear)
-        for path, layer in named_layers(model.layers)
-        for name in layer.linears
-        if type(linear := getattr(layer, name)) is nn.Linear
-    }
+    linears = {path: found for path, found in named_linears(model.layers).items() if type(found[2]) is nn.Linear}
     unsupported = {
         path: linear for path, (_, _, linear) in linears.items() if any(size % MULTIPLE for size in linear.weight.shape)
     }

@@ -192,8 +192,6 @@ class NemotronHMoE(Layer):
         kernels: which parts of the model run on fused kernels.
     """
 
-    linears = ("fc1_latent_proj", "fc2_latent_proj")
-
     def __init__(self, config: NemotronHConfig, kernels: KernelOptions) -> None:
         super().__init__()
         self.experts = LatentExperts(config, kernels)
@@ -204,6 +202,7 @@ class NemotronHMoE(Layer):
         self.has_latents = config.moe_latent_size is not None
         if config.moe_latent_size is not None:
             sizes = config.hidden_size, config.moe_latent_size
+            self.linears = "fc1_latent_proj", "fc2_latent_proj"
             self.fc1_latent_proj: nn.Module = nn.Linear(*sizes, bias=config.mlp_bias)
             self.fc2_latent_proj: nn.Module = nn.Linear(*sizes[::-1], bias=config.mlp_bias)
 

@@ -20,16 +20,13 @@ from liger_models.generation.float8_weights import refusal as float8_refusal
 from liger_models.generation.model_state import state_of
 from liger_models.generation.options import DRAWING, UNFILTERED, Options, Settings, select_inputs
 from liger_models.generation.prompts import count_embeddings
-from liger_models.kernels.frozen.frozen_float8_linear import DTYPE, converts
+from liger_models.kernels.frozen.frozen_float8_linear import converts
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import layers_of, named_layers
 from liger_models.layers.linear import is_sharded
 from liger_models.layers.recompute import is_compiled
 from liger_models.layers.rope import DynamicScaling
-
-CACHE_DTYPES = {"float8": DTYPE}
-"""Names of the dtypes for cached keys and values, besides the dtype that the layers compute in."""
 
 
 def check_prompts(model: Decoder, prompts: Any) -> list[list[int]]:
@@ -166,41 +163,35 @@ def check_features(
         refused = f"model must be whole, got a sharded {type(model).__name__}"
     if refused is not None:
         raise ValueError(f"rollout: {refused} with deterministic=True. Leave it out.")
-    if weight_dtype not in (None, "float8"):
-        raise ValueError(f"rollout: weight_dtype must be 'float8' or None, got {weight_dtype!r}.")
-    if weight_dtype is not None and deterministic:
-        raise ValueError(
-            "rollout: weight_dtype must be None with deterministic=True, got 'float8'. Training uses the weights "
-            "themselves. Leave one of them out."
-        )
+    for name, dtype in (("weight_dtype", weight_dtype), ("cache_dtype", cache_dtype)):
+        if dtype not in (None, "float8"):
+            raise ValueError(f'rollout: {name} must be None or "float8", got {dtype!r}.')
+        if dtype is not None and deterministic:
+            raise ValueError(
+                f"rollout: {name} must be None with deterministic=True, got {dtype!r}, which rounds numbers that the "
+                "training forward does not round. Leave one of them out."
+            )
     refused = None if weight_dtype is None else float8_refusal(model)
     if refused is not None:
-        raise ValueError(f"rollout: {refused}, with weight_dtype='float8'. Leave it out.")
+        raise ValueError(f"rollout: {refused}, with weight_dtype={weight_dtype!r}. Leave it out.")
+    if cache_dtype is not None and not converts(model.device):
+        raise ValueError(
+            "rollout: model must be on a CPU or on an NVIDIA GPU with compute capability 8.9 or higher, got "
+            f"{model.device}, with cache_dtype={cache_dtype!r}. Leave it out."
+        )
     if record_routing and (not model.routers or not model.replays_routing):
         raise ValueError(
             f"rollout: record_routing needs routed experts in blocks that replay routing, got {type(model).__name__}. "
             "Leave it out."
         )
-    if cache_dtype is None:
-        return
-    if cache_dtype not in CACHE_DTYPES:
-        raise ValueError(f'rollout: cache_dtype must be None or "float8", got {cache_dtype!r}.')
-    if deterministic:
-        raise ValueError(
-            f"rollout: cache_dtype must be None with deterministic=True, got {cache_dtype!r}, which rounds keys and "
-            "values that the training forward does not round. Leave one of them out."
-        )
-    if not converts(model.device):
-        raise ValueError(
-            f"rollout: cache_dtype={cache_dtype!r} needs a GPU of NVIDIA with compute capability 8.9 or higher, got "
-            f"{model.device}. Leave it out."
-        )
 
 
 def check_cached(model: Decoder, cache: DecodeCache, cache_dtype: str | None) -> None:
-    """Raise ValueError if ``cache_dtype`` is given, but the layers, which have filled ``cache``, cache latents."""
-    if cache_dtype is not None and any(not values.shape[3] for _, values in cache._layers.values()):
+    """Raise ValueError if ``cache_dtype`` is given, but pages in float8 can't hold what the layers have cached."""
+    widths = sorted({values.shape[3] for _, values in cache._layers.values()})
+    if cache_dtype is not None and not all(width > 0 and width % 2 == 0 for width in widths):
         raise ValueError(
-            f"rollout: cache_dtype must be None for layers that cache latents, got {cache_dtype!r} for "
-            f"{type(model).__name__}. Leave it out."
+            "rollout: layers must cache values with an even number of columns, and no latents, got values of "
+            f"{' and '.join(map(str, widths))} columns in {type(model).__name__}, with cache_dtype={cache_dtype!r}. "
+            "Leave it out."
         )

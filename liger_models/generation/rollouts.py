@@ -21,7 +21,6 @@ from liger_models.generation.lockstep import in_lockstep
 from liger_models.generation.model_state import state_of
 from liger_models.generation.options import DRAWING, UNFILTERED, Options, Settings, resolve
 from liger_models.generation.rollout_checks import (
-    CACHE_DTYPES,
     cache_of_one_token,
     check_cached,
     check_features,
@@ -33,6 +32,7 @@ from liger_models.generation.rollout_rows import Completion, Row
 from liger_models.generation.rows import Step
 from liger_models.generation.scheduler import LEAST_SHARED, Scheduler
 from liger_models.kernels.dispatch import ACCELERATORS
+from liger_models.kernels.frozen.frozen_float8_linear import DTYPE as FLOAT8
 from liger_models.kernels.matmul.batch_invariance import batch_invariant
 from liger_models.layers import paged_cache
 from liger_models.layers.decoder import Decoder
@@ -88,10 +88,11 @@ def rollout(
         cache_bytes: maximum size of keys and values in bytes. When pages run out, the rows that started last return
             to the queue and are computed again later. Default: enough for ``batch_size`` rows of maximum length, but
             at most half of the free memory (on the CPU, at most 2 GiB).
-        weight_dtype: "float8" to multiply by float8 copies of the weights of the blocks' linear layers, into which LoRA
+        weight_dtype: "float8" to multiply by float8 copies of the weights of the blocks' projections, into which LoRA
             adapters are merged. The copies take one byte per element until the rollout ends. The copies and the inputs
-            of their products have one scale per row. Routed experts, the embedding and the head are not rounded. The
-            model must be in bfloat16. Default: the weights themselves.
+            of their products have one scale per row. Routed experts, the embedding, the head, and projections whose
+            sizes are not multiples of 16 are not rounded. The model must be in bfloat16. Default: the weights
+            themselves.
         cache_dtype: "float8" to store keys and values in float8, each token and head with a scale, which takes about
             half the memory of 16 bits. Decoding steps, which read fewer bytes, are then faster, but the tokens and
             log-probabilities are those of rounded keys and values. Default: the dtype in which the layers compute.
@@ -154,14 +155,18 @@ def rollout(
     check_cached(model, probe, cache_dtype)
 
     invariant = batch_invariant() if deterministic else nullcontext()
-    with resharded(model), evaluating(modules), derived.used(), invariant, in_lockstep(model):
-        # Neither rounds with drafts nor deterministic attention read the pages of a group at once.
-        groups = draft is None and not deterministic
+    with resharded(model), evaluating(modules):
         state = state_of(model) if weight_dtype is None else state_of(model).variant(weight_dtype)
-        with nullcontext() if weight_dtype is None else float8_weights(model):
+        copies: Any = nullcontext()
+        if weight_dtype is not None:
+            # The adapters are in the copies. They are read outside of `used`, so that nothing of them is kept.
+            copies, derived = float8_weights(model), DerivedTensors()
+        with copies, derived.used(), invariant, in_lockstep(model):
+            # Neither rounds with drafts nor deterministic attention read the pages of a group at once.
+            groups = draft is None and not deterministic
             pool = _make_pool(
                 probe, rows, min(batch_size, len(rows)), cache_bytes, model, _overhang(settings), groups,
-                None if cache_dtype is None else CACHE_DTYPES[cache_dtype],
+                None if cache_dtype is None else FLOAT8,
             )  # fmt: skip
             return Scheduler(
                 model, rows, pool, settings, chunk_size, steps_per_read, record_routing, deterministic, draft, state

@@ -112,7 +112,7 @@ class Adaptable:
         assert self.tree is not None
         try:
             self.tree.peft_config = configs
-        except ValueError:
+        except BaseException:
             self._undo_injection()
             raise
         injection = vars(self).pop("injection", None)

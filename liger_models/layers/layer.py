@@ -254,6 +254,18 @@ def named_layers(module: nn.Module, *, remove_duplicate: bool = True) -> list[tu
     return [(name, layer) for name, layer in modules if isinstance(layer, Layer)]
 
 
+def named_linears(blocks: nn.Module) -> dict[str, tuple[Layer, str, Any]]:
+    """Return the layers in a model's blocks whose products may be in float8 (`Layer.linears`), by path in the model.
+
+    Each value is the parent of the layer, the name of the layer in its parent, and the layer.
+    """
+    return {
+        f"layers.{path}.{name}": (layer, name, getattr(layer, name))
+        for path, layer in named_layers(blocks)
+        for name in layer.linears
+    }
+
+
 def draw(module: nn.Module, std: float) -> bool:
     """Call `Layer.draw` if the module has it, and return whether the module's own parameters are now initialized."""
     return isinstance(module, Layer) and module.draw(std)

@@ -304,15 +304,15 @@ class LigerFusedLinearGRPOLoss(FusedLinearLoss):
             )
         difference = None
         if sampling_per_token_logps is not None:
-            given = ref_per_token_logps, old_per_token_logps, vllm_is_ratio
-            self._check_rows(log_probs, attention_mask, advantages, *given)
+            others = ref_per_token_logps, old_per_token_logps, vllm_is_ratio
+            self._check_rows(log_probs, attention_mask, advantages, *others)
             self._check_per_token("sampling_per_token_logps", sampling_per_token_logps, log_probs)
             # Values at masked positions may be NaN.
             old = log_probs.detach() if old_per_token_logps is None else old_per_token_logps.detach()
             difference = (old - sampling_per_token_logps.detach()).where(attention_mask != 0, 0)
             ratio = difference.exp().clamp_max(self.sampling_cap)
             if vllm_is_ratio is not None:
-                ratio = ratio * (vllm_is_ratio[:, None] if vllm_is_ratio.dim() == 1 else vllm_is_ratio)
+                ratio = ratio * vllm_is_ratio.view(len(ratio), -1)  # [B, T] * [B, T] or [B, 1]
             vllm_is_ratio = ratio
         loss, kl, clipped = self.token_losses(
             log_probs, attention_mask, advantages, ref_per_token_logps=ref_per_token_logps,
@@ -521,6 +521,7 @@ class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
         *,
         vllm_is_ratio: Tensor | None = None,
         num_items_in_batch: Tensor | float | None = None,
+        sampling_per_token_logps: Tensor | None = None,
         reduce: bool = True,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | tuple[Tensor, Tensor | None, Tensor]:
         """Compute the loss. The arguments are ordered as in Liger-Kernel's ``triton_grpo_loss``.
@@ -534,8 +535,9 @@ class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
             completion_ids: [B, T] int64. Ids where the mask is 0 are not read.
             advantages: [B], the advantage of each sequence.
             completion_mask: [B, T], 1 for tokens that count and 0 for others; None if all tokens count.
-            vllm_is_ratio, num_items_in_batch: as in `LigerFusedLinearGRPOLoss.forward`.
-            reduce: whether to reduce the loss. If False, the results of `token_losses` are returned.
+            vllm_is_ratio, num_items_in_batch, sampling_per_token_logps: as in `LigerFusedLinearGRPOLoss.forward`.
+            reduce: whether to reduce the loss. If False, the results of `token_losses` are returned, and
+                ``num_items_in_batch`` and ``sampling_per_token_logps`` must be None.
 
         Returns:
             The loss [] and the metrics, as from `LigerFusedLinearGRPOLoss.forward`. With ``reduce=False``, the three
@@ -545,10 +547,10 @@ class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
             ValueError: shapes do not match, the reference model's log-probabilities are missing, or
                 ``num_items_in_batch`` is given although the loss type does not use it.
         """
-        if not reduce and num_items_in_batch is not None:
+        if not reduce and (num_items_in_batch is not None or sampling_per_token_logps is not None):
             raise ValueError(
-                f"{self._name}: num_items_in_batch must be None with reduce=False, which divides by nothing, got "
-                f"{num_items_in_batch}."
+                f"{self._name}: num_items_in_batch and sampling_per_token_logps must be None with reduce=False, got "
+                f"{num_items_in_batch} and {'a tensor' if sampling_per_token_logps is not None else None}."
             )
         B, T = completion_ids.shape if completion_ids.dim() == 2 else (-1, -1)
         if logits.dim() != 3 or logits.shape[0] != B or logits.shape[1] not in (T, T + 1):
@@ -574,4 +576,5 @@ class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
         others = {"ref_per_token_logps": ref_logp, "old_per_token_logps": old_logp, "vllm_is_ratio": vllm_is_ratio}
         if not reduce:
             return self.token_losses(log_probs[:, :T], mask, advantages, **others)
+        others |= {"sampling_per_token_logps": sampling_per_token_logps}
         return self.from_log_probs(log_probs[:, :T], mask, advantages, **others, num_items_in_batch=num_items_in_batch)

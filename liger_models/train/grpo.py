@@ -30,6 +30,7 @@ from liger_models.generation.options import UNFILTERED, resolve
 from liger_models.generation.rollout_checks import refusal
 from liger_models.generation.rollouts import free_memory
 from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs
+from liger_models.layers.layer import layers_of
 from liger_models.layers.lm_head import select_tokens
 from liger_models.losses.grpo import TOKEN_MEANS, LigerFusedLinearGRPOLoss
 from liger_models.parallel.gathered import reshard, unsharded
@@ -106,8 +107,9 @@ class GRPOObjective(Objective):
         refused = deterministic_refusal(model) if self.deterministic else None
         if refused is not None:
             raise ValueError(f"TrainOptions: deterministic_rollouts: {refused}. Leave it out.")
-        # Models on several ranks are gathered before they are checked.
-        refused = float8_refusal(model) if self.rollout_dtype is not None and world_size() == 1 else None
+        # A model that FSDP shards is gathered for the rollout, which then checks it.
+        is_whole = self.rollout_dtype is not None and not model.groups.data
+        refused = float8_refusal(model) if is_whole else None
         if refused is not None:
             raise ValueError(f"TrainOptions: rollout_dtype: {refused}. Leave it out.")
         self.head: dict[str, Any] = {"softcap": model.lm_head.softcap, "logit_scale": model.lm_head.logit_scale}
@@ -231,7 +233,7 @@ class GRPOObjective(Objective):
                 drafts: dict[str, Any] = {"draft_model": self.block, "num_draft_tokens": 1} if self.block else {}
                 rows = policy.rollout(
                     prompts, **options, **drafts, record_routing=self.replays, deterministic=self.deterministic,
-                    weight_dtype=self.rollout_dtype, cache_dtype=self.rollout_dtype,
+                    **self._dtypes(policy),
                 )  # fmt: skip
                 answers, drafted = [row.tokens.tolist() for row in rows], None
                 if drafts:
@@ -253,6 +255,17 @@ class GRPOObjective(Objective):
             sampled = policy.generate(prompts, **options, **ends, **inputs, pad_token_id=pad)[:, longest:].tolist()
         stops = set(resolve(model, self.new, {}).eos_token_id)
         return [_until(ids, stops) for ids in sampled], [], [], None
+
+    def _dtypes(self, policy: CausalLM) -> dict[str, Any]:
+        """Return the dtypes in which a rollout holds weights, keys and values. None stands for the model's dtype.
+
+        Weights that FSDP shards are not rounded, and neither are latents.
+        """
+        latents = any(layer.attention and layer.attention.caches_latents for layer in layers_of(policy.layers))
+        return {
+            "weight_dtype": None if policy.groups.data else self.rollout_dtype,
+            "cache_dtype": None if latents else self.rollout_dtype,
+        }
 
     def _rewards(self, model: CausalLM, examples: list[Any], answers: list[list[int]]) -> list[float]:
         """Call the reward function with the arguments that TRL's trainer passes, and check the rewards."""

@@ -654,8 +654,11 @@ def test_products_in_float8_learn_as_those_in_bfloat16(use_dora, kernel_device, 
         monkeypatch.setattr(frozen_float8_linear, "quantize_rows", frozen_float8_linear.quantize_rows_reference)
     model = llama(LoRAConfig(r=4, use_dora=use_dora), hidden_size=64, intermediate_size=128).to(torch.bfloat16)
     (want, wanted), found = on(kernel_device, model, IDS, {}), []
-    scaled_mm = torch._scaled_mm
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **options: found.append(1) or scaled_mm(*args, **options))
+    for place, name in ((torch, "_scaled_mm"), (frozen_float8_linear, "tile_product")):
+        product = getattr(place, name)
+        monkeypatch.setattr(
+            place, name, lambda *args, product=product, **options: found.append(1) or product(*args, **options)
+        )
     loss, grads = on(kernel_device, quantize_base(model, dtype="float8"), IDS, {})
     # Forward and backward of 4 products in 2 layers, but for the gradient of the embeddings, which nobody asks for.
     assert len(found) == 2 * 2 * 4 - 1

@@ -9,6 +9,8 @@ import torch
 
 from liger_models.adapters import LoRAConfig, apply_lora, unpack_projections
 from liger_models.adapters.unpacked_linear import CannotFuse, RowOrder, UnpackedLinear
+from liger_models.arch.llama import LigerLlama, LlamaConfig
+from liger_models.generation.float8_weights import float8_weights, refusal
 
 from ..arch.families import LIMIT, error, load, make_folder, tiny, tokens
 from ..late import Late
@@ -262,3 +264,31 @@ def test_row_order(rows, groups):
     want[..., rows] = y
     assert torch.equal(order(y), want)
     assert torch.autograd.gradcheck(order, y)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_float8_rollouts_merge_the_adapters(bias):
+    """The matrices of an unpacked projection may be in another order than the rows of the packed projection."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, attention_bias=bias, initializer_range=0.2,
+    )  # fmt: skip
+    model = LigerLlama.from_config(config, dtype=torch.bfloat16).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    plain = copy.deepcopy(model)
+    adapted = adapt(model).eval()
+    ids = torch.tensor([[5, 9, 3, 14, 2, 7]])
+    assert refusal(model) is None
+    with torch.no_grad():
+        exact = model(ids).logits
+        with float8_weights(model):
+            got = model(ids).logits
+        assert torch.equal(model(ids).logits, exact)
+    merged = adapted.merge_and_unload().pack()
+    with torch.no_grad(), float8_weights(merged):
+        want = merged(ids).logits
+    assert error(got, want) < 0.02
+    with torch.no_grad(), float8_weights(plain):
+        assert error(plain(ids).logits, want) > 0.1

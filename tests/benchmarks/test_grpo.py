@@ -88,10 +88,12 @@ def test_answers_in_whole_parts(tmp_path):
 
 
 def test_table():
-    names = {"model": "llama-3.2-3b", "batch": "256x256"}
+    names = {"model": "llama-3.2-3b", "batch": "256x256", "commit": "0a1b2c3"}
     found = {"new_tokens": 512, "step_s": 60.0, "sampling_s": 40.0, "training_s": 20.0, "peak_gib": 60.0}
     rows = [names | found | {"mode": "trl+liger+ac"}, names | found | {"mode": "ours", "step_s": 20.0}]
+    rows.append(names | found | {"mode": "ours+rollout8", "commit": "4d5e6f7"})  # TRL was not measured at this commit
     lines = grpo.table([*rows, names | {"mode": "trl", "error": "out of memory"}]).splitlines()
     assert "TRL, Liger Kernel's loss, activation checkpointing" in lines[2]
     assert "| liger_models | 512 | 20.0 | 40.0 | 20.0 | 60.0 | 3.000 | 1.000 |  |" in lines[3]
+    assert "| liger_models, rollouts in float8 | 512 | 60.0 | 40.0 | 20.0 | 60.0 |  |  |  |" in lines[4]
     assert len({line.count("|") for line in lines}) == 1

@@ -10,6 +10,7 @@ from liger_models.generation import rollouts as module
 from liger_models.generation.graphs import DecodeStep
 from liger_models.generation.rollouts import rollout
 from liger_models.kernels.frozen.frozen_float8_linear import MOST_ROWS, quantize_rows_reference, round_weight
+from liger_models.layers.derived import num_derived
 from liger_models.layers.frozen_linear import FrozenLinear
 
 from .test_rollout import NEW, llama, make_prompts
@@ -77,6 +78,26 @@ def test_frozen_weights_are_rounded_again():
     found, want = (rollout(x, make_prompts(), **options) for x in (model, llama().bfloat16()))
     for a, b in zip(found, want, strict=True):
         assert torch.equal(a.tokens, b.tokens)
+        assert torch.equal(a.log_probs, b.log_probs)
+
+
+def test_dropout_of_adapters_has_no_effect():
+    model = llama().bfloat16()
+    apply_lora(model, LoRAConfig(r=4, lora_dropout=0.5))
+    options = {"max_new_tokens": 6, "eos_token_id": [], "weight_dtype": "float8"}
+    found, want = (rollout(model.train(mode), make_prompts(), **options) for mode in (True, False))
+    for a, b in zip(found, want, strict=True):
+        assert torch.equal(a.log_probs, b.log_probs)
+
+
+def test_nothing_is_kept_of_the_adapters(monkeypatch):
+    """The copies are made before the tensors of the rollout, so that fp32 copies of the adapters are not kept."""
+    kept, run = [], module.Scheduler.run
+    monkeypatch.setattr(module.Scheduler, "run", lambda scheduler: kept.append(num_derived()) or run(scheduler))
+    model = with_lora(llama().bfloat16())
+    for _ in range(2):
+        rollout(model, make_prompts(), max_new_tokens=2, weight_dtype="float8")
+    assert kept == [0, 0]
 
 
 def test_weights_return_after_an_error(monkeypatch):

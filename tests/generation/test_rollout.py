@@ -447,7 +447,7 @@ def test_packed_documents_need_a_cache_that_takes_them(model):
         ({"seed": [1, 2]}, "one for each of 1 rows, got 2"),
         ({"repetition_penalty": 1.2}, "repetition_penalty must be 1.0, .* use generate"),
         ({"min_new_tokens": 2}, "min_new_tokens must be 0"),
-        ({"weight_dtype": "nf4"}, "weight_dtype must be 'float8' or None, got 'nf4'"),
+        ({"weight_dtype": "nf4"}, 'weight_dtype must be None or "float8", got .nf4.'),
         ({"weight_dtype": "float8", "deterministic": True}, "weight_dtype must be None with deterministic=True"),
         ({"use_cache": False}, "use_cache must not be False"),
         ({"attention_mask": torch.ones(1, 2)}, "attention_mask must be omitted"),

@@ -408,7 +408,11 @@ GIVEN = (None, REFERENCE, IDS, ADVANTAGES)
         (lambda loss: loss(LOGITS, None, REFERENCE, IDS[0], ADVANTAGES), "logits must be"),
         (lambda loss: loss(LOGITS, *GIVEN, MASK[:, 1:]), r"completion_mask must be \[5, 6\]"),
         (lambda loss: loss(LOGITS, None, None, IDS, ADVANTAGES), "needs a reference"),
-        (lambda loss: loss(LOGITS, *GIVEN, num_items_in_batch=4, reduce=False), "num_items_in_batch must be None"),
+        (
+            lambda loss: loss(LOGITS, *GIVEN, num_items_in_batch=4, reduce=False),
+            "must be None with reduce=False, got 4",
+        ),
+        (lambda loss: loss(LOGITS, *GIVEN, sampling_per_token_logps=OLD, reduce=False), "got None and a tensor"),
     ],
 )
 def test_wrong_logits(make, message):

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from liger_models import (
+    AutoLigerModel,
     LigerFusedLinearCPOLoss,
     LigerFusedLinearDPOLoss,
     LigerFusedLinearGRPOLoss,
@@ -34,6 +35,8 @@ from liger_models import (
 from liger_models.adapters import apply_lora
 from liger_models.arch.mixtral import LigerMixtral, MixtralConfig
 from liger_models.data.answers import AnswerDataset
+from liger_models.distributed.collectives import Group
+from liger_models.distributed.groups import ParallelGroups
 from liger_models.generation import deterministic_forward
 from liger_models.kernels.loss.linear_logprobs import fused_linear_logprobs
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
@@ -45,6 +48,7 @@ from liger_models.train.objective_options import make_objective
 from liger_models.train.objectives import Metrics, add_metrics, with_pixels
 from liger_models.train.options import read_options
 
+from ..arch.families import tiny
 from ..data.conftest import tokenizer  # noqa: F401
 from ..parallel.conftest import two  # noqa: F401
 from .runs import log, no_group_is_left, save_llama, sharing  # noqa: F401
@@ -761,6 +765,18 @@ def test_grpo_corrects_for_rollouts_in_float8(folder, repeats, sharing):  # noqa
     torch.testing.assert_close(loss.detach(), want, rtol=1e-3, atol=1e-5)
     total, count = metrics["sampling_logp_difference"]
     torch.testing.assert_close(total / count, difference.abs().sum() / mask.sum(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("arch", ["llama", "deepseek_v2"])
+def test_latents_and_sharded_weights_are_not_rounded(arch):
+    given = {"model": "m", "data": "d", "output": "o", "objective": "grpo", "rollout_dtype": "float8"}
+    objective = make_objective(TrainOptions(**given, reward="json:dumps"))
+    sizes = {"model_type": arch, **next(iter(tiny(arch).values()))}
+    model = AutoLigerModel.from_config(sizes, device="meta", dtype=torch.bfloat16)
+    cache_dtype = "float8" if arch == "llama" else None
+    assert objective._dtypes(model) == {"weight_dtype": "float8", "cache_dtype": cache_dtype}
+    model.groups = ParallelGroups(data=(Group("", 2, 0),))
+    assert objective._dtypes(model) == {"weight_dtype": None, "cache_dtype": cache_dtype}
 
 
 def test_rollouts_that_cannot_be_in_float8(folder, monkeypatch):

@@ -8,14 +8,15 @@ token and a head::
 
 The codes are exact in fp16. GPUs of NVIDIA convert float8 to fp16 with one instruction, but have no instruction that
 converts float8 to bf16. With queries in half precision, the matrix products of attention therefore run in fp16, and no
-number in them may exceed the range of fp16. Let s_j be the scores in base 2, and m the maximum of s_j + log2(scale_j)::
+number in them may exceed the range of fp16. The queries are therefore divided by f, the power of two below max |q|,
+so that their elements are below 2. Let s_j be the scores in base 2. The weights of the codes include the scales, and m
+is the maximum of s_j + log2(scale_j), so that no weight is above 1::
 
-    q · k_j              = (q / f · code_j) · f · scale_j                     f: the power of two below max |q|
-    Σ_j exp2(s_j) · v_j  = Σ_j exp2(s_j + log2(scale_j) − m) · code_j · exp2(m)
+    q · k_j = (q / f · code_j) · f · scale_j
+    o       = Σ_j w_j · code_j / Σ_j (w_j / scale_j)        with w_j = exp2(s_j + log2(scale_j) − m)
 
-The entries of q / f are below 2, and the factors of the codes are at most 1. The logarithm and the reciprocal of a
-power of two take few instructions. With queries in fp32, the products run in fp32, and exp2(s_j − max s) · scale_j is
-the factor of code_j.
+The logarithm and the reciprocal of a power of two take few instructions. With queries in fp32, the products run in
+fp32, and w_j is exp2(s_j − max s) · scale_j.
 
 Source: https://arxiv.org/abs/2209.05433 (the format).
 """

@@ -157,13 +157,12 @@ class Float8NormLinearUpstream(NamedTuple):
 
 def _forward(inputs: Float8NormLinearInputs) -> Float8NormLinearOutputs:
     linear, recipe, gathered = inputs
-    weight, tokens = linear.projection.weight, linear.residual.shape[:-1]
+    weight = linear.projection.weight
     # With one scale per operand, the product fills amax, from which the backward computes the scales.
     amax = torch.zeros(2, dtype=torch.float32, device=weight.device)
     product = Float8Product(linear.projection, RECIPES[recipe], amax[:1], amax[1:], gathered)
     product.round_weight()
-    outputs = norm_linear_forward(linear, product)
-    return Float8NormLinearOutputs(outputs._replace(y=outputs.y.view(*tokens, weight.shape[0])), amax)
+    return Float8NormLinearOutputs(norm_linear_forward(linear, product), amax)
 
 
 def _backward(inputs: Float8NormLinearUpstream) -> Float8NormLinearGradients:

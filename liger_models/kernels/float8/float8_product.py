@@ -104,9 +104,9 @@ class Float8Product(Product):
     def normed(self, norm: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Any, Tensor, Tensor]:
         """Run the norm before this projection, and return ``(rows for `forward`, h, statistics)``.
 
-        h is the new residual stream. If `_rounds_itself` is True, the norm's kernel also rounds the normalized rows.
+        h is the new residual stream. If `norm_rounds` is True, the norm's kernel also rounds the normalized rows.
         """
-        if _rounds_itself(norm, residual, self.dtype):
+        if norm_rounds(norm, residual, self.dtype):
             assert norm.weight is not None
             assert self.amax is not None
             constants = norm.eps, norm.weight_offset, norm.scale_in_fp32
@@ -121,7 +121,7 @@ class Float8Product(Product):
         """
         if for_weight and not self.recipe.rounds_dw:
             return norm.again(h, statistics, self.dtype).view(-1, h.shape[-1])
-        if _rounds_itself(norm, h, self.dtype):
+        if norm_rounds(norm, h, self.dtype):
             assert norm.weight is not None
             return normed_matrix(h, norm.weight, statistics, norm.weight_offset, norm.scale_in_fp32)
         return plain(norm.again(h, statistics, self.dtype))
@@ -222,5 +222,6 @@ def _add(total: Tensor | None, share: Tensor | None) -> Tensor | None:
     return share if total is None or share is None else total.add_(share)
 
 
-def _rounds_itself(norm: FusedNorm, h: Tensor, dtype: torch.dtype) -> bool:
+def norm_rounds(norm: FusedNorm, h: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the kernel of the norm of h [..., C] can also round the normalized rows, which have this dtype."""
     return norm.kind == "rms_norm" and norm.weight is not None and h.dtype == dtype and h.shape[-1] <= MAX_TILE

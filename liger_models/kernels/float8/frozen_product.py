@@ -12,12 +12,12 @@ from torch import Tensor
 
 from liger_models.distributed.collectives import Group
 from liger_models.kernels.float8.float8 import Float8, Matrix, Recipe, normed_matrix, rms_norm_round, round_rows
+from liger_models.kernels.float8.float8_product import norm_rounds
 from liger_models.kernels.frozen.frozen_float8_linear import DTYPE, MOST_ROWS, Float8Rows, multiplies, rounded_product
 from liger_models.kernels.frozen.weight import FrozenWeight
 from liger_models.kernels.linear.projection import Product, Projection
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.norm.fused_norm import FusedNorm
-from liger_models.kernels.norm.row_norm import MAX_TILE
 
 BY_ROW = Recipe(by_row=True, wide_gradients=False, power_of_2=False, rounds_dw=False)
 
@@ -45,7 +45,7 @@ class FrozenFloat8Product(Product):
 
     def normed(self, norm: FusedNorm, x: Tensor | None, residual: Tensor) -> tuple[Any, Tensor, Tensor]:
         """Run the norm before this projection, and return ``(rows for `forward`, h, statistics)``."""
-        if norm.weight is None or not self._rounds_normed(norm, residual):
+        if norm.weight is None or not (norm_rounds(norm, residual, self.dtype) and self._rounds(residual)):
             return super().normed(norm, x, residual)
         amax = norm.weight.new_empty(0, dtype=torch.float32)  # unused, because each row has a scale
         constants = norm.eps, norm.weight_offset, norm.scale_in_fp32
@@ -53,7 +53,8 @@ class FrozenFloat8Product(Product):
 
     def normed_again(self, norm: FusedNorm, h: Tensor, statistics: Tensor, *, for_weight: bool) -> Any:
         """Recompute the normalized rows [N, C]; see `Product.normed_again`."""
-        if for_weight or norm.weight is None or not self._rounds_normed(norm, h):
+        rounds = norm_rounds(norm, h, self.dtype) and self._rounds(h)
+        if for_weight or norm.weight is None or not rounds:
             return super().normed_again(norm, h, statistics, for_weight=for_weight)
         matrix = normed_matrix(h, norm.weight, statistics, norm.weight_offset, norm.scale_in_fp32)
         return round_rows(matrix, DTYPE, power_of_2=False)
@@ -75,11 +76,7 @@ class FrozenFloat8Product(Product):
             return super().gated(gate_up, act)
         return round_rows(Matrix("product", gate_up, act=act), DTYPE, power_of_2=False)
 
-    def _rounds_normed(self, norm: FusedNorm, h: Tensor) -> bool:
-        fits = norm.kind == "rms_norm" and h.dtype == self.dtype and h.shape[-1] <= MAX_TILE
-        return fits and self._rounds(h)
-
     def _rounds(self, rows: Tensor) -> bool:
         """Return whether the product of rows [..., K] runs in float8, with rounded rows."""
-        N = rows.numel() // max(rows.shape[-1], 1)
-        return N > MOST_ROWS and not is_batch_invariant() and multiplies(rows.view(N, -1), self.weight.codes)
+        is_many = rows.numel() > MOST_ROWS * rows.shape[-1]
+        return is_many and not is_batch_invariant() and multiplies(rows, self.weight.codes)

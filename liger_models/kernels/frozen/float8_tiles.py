@@ -57,6 +57,8 @@ def _tile_kernel(
 
 def takes_tiles(codes: Tensor, weight: Tensor) -> bool:
     """Return whether `tile_product` is the faster kernel for codes [N, K] and a weight's codes [M, K]."""
+    if not weight.is_contiguous():
+        return False
     tiles = cdiv(len(codes), TILE) * cdiv(len(weight), TILE)
     return tiles <= num_programs(codes, TILES_PER_SM)
 
@@ -65,8 +67,8 @@ def tile_product(codes: Tensor, scales: Tensor, weight: Tensor, weight_scales: T
     """Compute y [N, M] in bfloat16.
 
     Args:
-        codes, scales: [N, K] float8 and [N] fp32.
-        weight, weight_scales: [M, K] float8 and [M] fp32.
+        codes, scales: [N, K] float8, contiguous, and [N] fp32.
+        weight, weight_scales: [M, K] float8, contiguous, and [M] fp32.
         bias: [M] or None.
     """
     (N, K), M = codes.shape, len(weight)
@@ -74,7 +76,8 @@ def tile_product(codes: Tensor, scales: Tensor, weight: Tensor, weight_scales: T
     if y.numel():
         with on_device_of(codes):
             _tile_kernel[(cdiv(N, TILE), cdiv(M, TILE))](
-                codes, weight, scales, weight_scales, scales if bias is None else bias, y, N, M, K,
+                codes, weight, scales.contiguous(), weight_scales.contiguous(),
+                scales if bias is None else bias.contiguous(), y, N, M, K,
                 HAS_BIAS=bias is not None, TILE=TILE, STEP=STEP, **overlap(codes), num_warps=NUM_WARPS,
                 num_stages=STAGES,
             )  # fmt: skip

@@ -168,11 +168,11 @@ def float8_dense(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def multiplies(x: Tensor, codes: Tensor) -> bool:
-    """Return whether products of x [N, K] with the codes run in float8."""
+    """Return whether products of x [..., K] with the codes run in float8."""
     sizes = codes.shape
     return (
         x.dtype == torch.bfloat16
-        and len(x) > 0
+        and x.numel() > 0
         and max(sizes) <= MAX_WIDTH
         and all(size % MULTIPLE == 0 for size in sizes)
         and converts(x.device)

@@ -102,3 +102,23 @@ def test_a_weight_is_rounded_by_rows(kernel_device):
     assert (rounded.codes.dtype, rounded.scales.shape, rounded.shape) == (DTYPE, (OUT,), weight.shape)
     error = (rounded.dense() - weight).norm() / weight.norm()
     assert 1e-3 < error < 0.05
+
+
+def test_residuals_need_not_be_contiguous(kernel_device, roundings):
+    weight, norm = round_weight(draw(OUT, C, device=kernel_device)), draw(C, device=kernel_device)
+    residual = draw(MANY, 2, C, device=kernel_device).transpose(0, 1)
+    roundings.clear()
+    y, _ = rms_norm_linear(None, residual, norm, weight)
+    want, _ = rms_norm_linear(None, residual.contiguous(), norm, weight)
+    assert roundings == ["rms_norm_round"] * 2
+    assert torch.equal(y, want)
+
+
+def test_the_backward_of_rounded_rows(kernel_device, roundings, monkeypatch):
+    weight, norm = round_weight(draw(OUT, C, device=kernel_device)), draw(C, device=kernel_device).requires_grad_()
+    residual, dy = draw(2, MANY, C, device=kernel_device).requires_grad_(), draw(2, MANY, OUT, device=kernel_device)
+    got = torch.autograd.grad(rms_norm_linear(None, residual, norm, weight)[0], (residual, norm), dy)
+    separate(monkeypatch)
+    want = torch.autograd.grad(rms_norm_linear(None, residual, norm, weight)[0], (residual, norm), dy)
+    for gradient, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=0)  # both round only the gradient

@@ -52,6 +52,16 @@ def test_small_products_are_computed_by_tiles_and_large_ones_by_the_library(kern
     assert taken == [TILE, 2 * TILE]
 
 
+def test_operands_need_not_be_contiguous(kernel_device, monkeypatch):
+    codes, scales, weight, weight_scales = operands(33, 48, 64, kernel_device)
+    wide = torch.cat([weight.view(torch.uint8)] * 2, 1).view(DTYPE)[:, :64]
+    assert takes_tiles(codes, weight)
+    assert not takes_tiles(codes, wide)
+    spaced = [torch.stack([x, x], 1)[:, 0] for x in (scales, weight_scales, draw(48, device=kernel_device).bfloat16())]
+    y = tile_product(codes, spaced[0], weight, *spaced[1:])
+    assert torch.equal(y, tile_product(codes, scales, weight, weight_scales, spaced[2].contiguous()))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("N", [64, 200, 256])
 @pytest.mark.parametrize("shape", [(3072, 3072), (3072, 8192), (5120, 3072)], ids=str)
