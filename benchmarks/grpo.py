@@ -248,7 +248,10 @@ def title(mode: str) -> str:
 
 
 def table(rows: Rows) -> str:
-    """One line per mode. Ratios are relative to TRL's fastest mode with the same number of tokens in the same run."""
+    """One line per mode. Ratios are relative to TRL's fastest mode with the same number of tokens.
+
+    A row that was measured at another commit than this mode has no ratios.
+    """
     lines = []
     for row in rows:
         names = (row["model"], tokens(row["batch"]), title(row["mode"]))
@@ -258,9 +261,10 @@ def table(rows: Rows) -> str:
         peers = [
             peer for peer in rows
             if peer["mode"].startswith("trl") and "error" not in peer
-            and all(peer[key] == row[key] for key in ("model", "batch", "new_tokens", "commit"))
+            and all(peer[key] == row[key] for key in ("model", "batch", "new_tokens"))
         ]  # fmt: skip
         best: Row = min(peers, key=lambda peer: peer["step_s"], default={})
+        best = best if best.get("commit") == row["commit"] else {}
         keys = ("new_tokens", "step_s", "sampling_s", "training_s", "peak_gib")
         ratios = ratio(best.get("step_s"), row["step_s"]), ratio(row["peak_gib"], best.get("peak_gib"))
         lines.append((*names, *(row[key] for key in keys), *ratios, row.get("divergence", "")))

@@ -25,8 +25,8 @@ GPU_SHAPES = [(24, 8, 128), (32, 8, 64), (8, 1, 256), (8, 2, 512), (71, 1, 64), 
 
 
 def quantize(pages):
-    """Quantize pages [pages, P, G, D]. The scales of tokens differ by powers of two, and NaN stays NaN."""
-    exponents = torch.arange(pages.shape[0] * pages.shape[1], device=pages.device) * 5 % 7 - 4
+    """Quantize pages [pages, P, G, D]. Some tokens are smaller than others by powers of two, and NaN stays NaN."""
+    exponents = torch.arange(pages.shape[0] * pages.shape[1], device=pages.device) * 5 % 7 - 6
     pages = pages.float() * 2.0 ** exponents.view(pages.shape[:2])[..., None, None]
     scales = 2 ** (pages.abs().amax(-1) / 448).log2().ceil()
     return ScaledPages((pages / scales[..., None]).to(DTYPE), scales.transpose(1, 2).contiguous())
