@@ -30,7 +30,7 @@ from liger_models.generation.rollout_checks import (
 )
 from liger_models.generation.rollout_rows import Completion, Row
 from liger_models.generation.rows import Step
-from liger_models.generation.scheduler import LEAST_SHARED, Scheduler
+from liger_models.generation.scheduler import Scheduler, least_shared
 from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.kernels.frozen.frozen_float8_linear import DTYPE as FLOAT8
 from liger_models.kernels.matmul.batch_invariance import batch_invariant
@@ -309,7 +309,7 @@ def _make_pool(
     # The length is rounded so that the steps of many rollouts have the same shapes; see `ModelState.is_ready`.
     # Rows with the same prompt share the pages that the prompt fills.
     repeats = len({row.prompt for row in rows}) < len(rows)
-    groups = groups and repeats and any(row.begin > LEAST_SHARED for row in rows)
+    groups = groups and repeats and any(row.begin > least_shared(cache_dtype) for row in rows)
     capacity = rounded_tokens(longest.end - 1 + overhang)
     return PagePool(num_rows, capacity, device, pages=pages, like=probe, groups=groups, cache_dtype=cache_dtype)
 

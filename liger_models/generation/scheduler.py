@@ -53,9 +53,9 @@ For Llama 3.2 3B on an H200, a step with 128 fewer rows saves the time of a capt
 with 64 fewer rows saves it within about 300 steps.
 """
 
-LEAST_SHARED = 448
-"""Minimum number of tokens in the pages that a group of rows shares. For fewer tokens, grouping does not save time,
-because the rows find each other's keys in the L2 cache."""
+LEAST_SHARED, LEAST_SHARED_FLOAT8 = 448, 1024
+"""Minimum number of tokens in the pages that a group of rows shares, for pages in 16 bits or more, and in float8. For
+fewer tokens, grouping does not save time, because the rows find each other's keys in the L2 cache."""
 
 
 class Scheduler:
@@ -398,7 +398,7 @@ class Scheduler:
                 part = sharing[start : start + GROUP_ROWS]
                 # Rows with the same first page have the same prompt, and share its full pages.
                 tokens = (part[0].begin - 1) // self.pool.page * self.pool.page
-                if len(part) > 1 and tokens >= LEAST_SHARED:
+                if len(part) > 1 and tokens >= least_shared(self.pool.cache_dtype):
                     groups.append(([row.slot for row in part], tokens))
         return groups
 
@@ -460,6 +460,11 @@ class Scheduler:
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.page)
+
+
+def least_shared(cache_dtype: torch.dtype | None) -> int:
+    """Return the minimum number of tokens in shared pages for which rows are grouped."""
+    return LEAST_SHARED if cache_dtype is None else LEAST_SHARED_FLOAT8
 
 
 def _draw_seeds(rows: list[Row], generator: torch.Generator | None, device: torch.device) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from liger_models.generation import rollout_checks, scheduler
-from liger_models.generation import rollouts as module
 from liger_models.generation.graphs import DecodeStep
 from liger_models.generation.rollouts import rollout
 from liger_models.generation.scheduler import Scheduler
@@ -101,8 +100,7 @@ def test_rows_that_share_prompts_and_are_put_back(pools, monkeypatch, more):
 
 def test_kernels_compute_what_the_reference_computes(kernel_device, monkeypatch):
     """Also for groups of rows whose prompt is read once."""
-    for part in (module, scheduler):
-        monkeypatch.setattr(part, "LEAST_SHARED", 32)
+    monkeypatch.setattr(scheduler, "LEAST_SHARED_FLOAT8", 32)
     model, prompts = llama(kernel_device), make_prompts([38, 9])
     options = {"max_new_tokens": 4, "do_sample": True, "seed": 0, "eos_token_id": [], "num_return_sequences": 3}
     found = rollout(model, prompts, cache_dtype="float8", **options)

@@ -235,8 +235,7 @@ def test_rows_of_one_prompt_are_grouped(model, monkeypatch):
             assert 1 < len(rows) <= 8
 
     monkeypatch.setattr(PagePool, "group", watched)
-    for module_ in (module, scheduler):
-        monkeypatch.setattr(module_, "LEAST_SHARED", 32)
+    monkeypatch.setattr(scheduler, "LEAST_SHARED", 32)
     prompts = make_prompts([38, 9, 33, 16])
     options = {"do_sample": True, "seed": 0, "eos_token_id": [], "num_return_sequences": 10}
     rollout(model, prompts, max_new_tokens=[12, 5, 9, 4], batch_size=16, steps_per_read=2, **options)
