@@ -35,13 +35,14 @@ def test_rollouts_in_float8(case):
     model = build(*case)
     for parameter in model.parameters():  # away from logits that are all alike
         parameter.data += 0.1 * torch.randn_like(parameter)
-    with reference_backend():
-        if refusal(model, 8, PROMPTS[0]):
-            pytest.skip("rollout does not support the family")
     options = {"max_new_tokens": 4, "eos_token_id": []}
     latents = any(layer.attention and layer.attention.caches_latents for layer in layers_of(model.layers))
+    float8 = {"weight_dtype": "float8", "cache_dtype": None if latents else "float8"}
     with reference_backend():
-        plain = rollout(model, PROMPTS, **options)
-        found = rollout(model, PROMPTS, weight_dtype="float8", cache_dtype=None if latents else "float8", **options)
+        if refusal(model, 8, PROMPTS[0]):  # also without float8
+            with pytest.raises(ValueError, match="Use generate"):
+                rollout(model, PROMPTS, **float8, **options)
+            return
+        plain, found = rollout(model, PROMPTS, **options), rollout(model, PROMPTS, **float8, **options)
     differences = [(a.log_probs[0] - b.log_probs[0]).abs() for a, b in zip(plain, found, strict=True)]
     assert 0 < max(differences) < 0.7
