@@ -71,8 +71,8 @@ def rollout(
     """Continue many prompts of unequal length, as reinforcement learning does between training steps.
 
     Up to rounding, every row gets the tokens and log-probabilities that `generate` would compute for the row's prompt
-    alone. The rollout runs the model itself, in eval mode and without a copy of its weights, and frees the cache at
-    the end.
+    alone. The rollout runs the model itself, in eval mode, and frees the cache at the end. Unless ``weight_dtype`` is
+    given, it makes no copy of the weights.
 
     Args:
         model: a language model. States of linear attention need memory in addition to ``cache_bytes``. Under
@@ -120,8 +120,10 @@ def rollout(
             distributed in ways other than `apply_fsdp` and `apply_tp`, or has positions that depend on the length of
             the longest row. If an option or the model is the reason, use `generate`. ``record_routing`` needs blocks
             with routed experts that can be replayed. ``deterministic`` needs a model that `deterministic_forward`
-            accepts. ``cache_dtype`` needs a GPU of NVIDIA with compute capability 8.9 or higher, or the CPU, and layers
-            that do not cache latents, and can't be combined with ``deterministic``.
+            accepts. ``weight_dtype`` and ``cache_dtype`` need a CPU, or an NVIDIA GPU with compute capability 8.9 or
+            higher, and can't be combined with ``deterministic``. ``weight_dtype`` also needs a model in bfloat16 that
+            is not distributed, whose adapters are LoRA without DoRA. ``cache_dtype`` needs layers that do not cache
+            latents.
     """
     sizes = {"batch_size": batch_size, "chunk_size": chunk_size, "steps_per_read": steps_per_read}
     for name, value in sizes.items():

@@ -576,5 +576,7 @@ class LigerGRPOLoss(LigerFusedLinearGRPOLoss):
         others = {"ref_per_token_logps": ref_logp, "old_per_token_logps": old_logp, "vllm_is_ratio": vllm_is_ratio}
         if not reduce:
             return self.token_losses(log_probs[:, :T], mask, advantages, **others)
-        others |= {"sampling_per_token_logps": sampling_per_token_logps}
-        return self.from_log_probs(log_probs[:, :T], mask, advantages, **others, num_items_in_batch=num_items_in_batch)
+        return self.from_log_probs(
+            log_probs[:, :T], mask, advantages, **others, num_items_in_batch=num_items_in_batch,
+            sampling_per_token_logps=sampling_per_token_logps,
+        )  # fmt: skip

@@ -98,7 +98,7 @@ def test_what_is_written_and_what_to_do_next(checkout):
 
 
 def test_the_help_says_which_architectures_are_compared(checkout, monkeypatch):
-    """Those of a text model in a file of their own name, which can be copied."""
+    """The command compares text models that have a file of their own name, because it copies that file."""
     compared = set()
     compare = nearest_arch._compared
 

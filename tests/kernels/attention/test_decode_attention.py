@@ -164,12 +164,17 @@ def test_shared_keys_are_read_from_the_first_row_of_a_group(kernel_device):
     assert torch.equal(got, want)
 
 
+def many_groups():
+    """The lengths of 64 rows, and full and partial groups of them with the number of pages that each group shares."""
+    lengths = torch.randint(330, 700, (64,), generator=torch.Generator().manual_seed(0)).tolist()
+    groups = [([*range(start, start + GROUP_ROWS)], 1 + start % 5) for start in range(0, 40, GROUP_ROWS)]
+    return lengths, [*groups, ([41, 50, 45], 4), ([60, 63], 5)]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(24, 8, 128), (32, 8, 64), (8, 1, 256), (71, 1, 64), (16, 16, 80)], ids=str)
 def test_keys_that_rows_share_on_gpu(shape):
-    lengths = torch.randint(330, 700, (64,), generator=torch.Generator().manual_seed(0)).tolist()
-    groups = [([*range(start, start + GROUP_ROWS)], 1 + start % 5) for start in range(0, 40, GROUP_ROWS)]
-    groups += [([41, 50, 45], 4), ([60, 63], 5)]
+    lengths, groups = many_groups()
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         options = {"lengths": lengths, "page": 64, "groups": groups, "scale": shape[2] ** -0.5}
         check(shape, dtype, "cuda", **options)

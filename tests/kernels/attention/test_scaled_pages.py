@@ -6,7 +6,6 @@ import torch
 from liger_models.kernels.attention import decode_attention as decode_module
 from liger_models.kernels.attention import scaled_pages as module
 from liger_models.kernels.attention.decode_attention import (
-    GROUP_ROWS,
     SharedKeys,
     decode_attention,
     decode_attention_reference,
@@ -17,7 +16,7 @@ from liger_models.kernels.frozen.frozen_float8_linear import DTYPE, SMALLEST_SCA
 
 from ..oracle import wide
 from ..rope.test_rope import draw, dtypes
-from .test_decode_attention import GROUPS, LENGTHS, SHARED_LENGTHS, make, share
+from .test_decode_attention import GROUPS, LENGTHS, SHARED_LENGTHS, make, many_groups, share
 
 # (H, G, D), and V if values have another width
 SHAPES = [(4, 2, 16), (6, 1, 24), (10, 2, 40), (4, 2, 40, 16), (6, 1, 24, 40)]
@@ -197,9 +196,7 @@ def test_real_sizes(shape, poisoned_empty):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(24, 8, 128), (32, 8, 64), (8, 1, 256), (71, 1, 64), (16, 16, 80)], ids=str)
 def test_keys_that_rows_share_on_gpu(shape):
-    lengths = torch.randint(330, 700, (64,), generator=torch.Generator().manual_seed(0)).tolist()
-    groups = [([*range(start, start + GROUP_ROWS)], 1 + start % 5) for start in range(0, 40, GROUP_ROWS)]
-    groups += [([41, 50, 45], 4), ([60, 63], 5)]
+    lengths, groups = many_groups()
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for options in ({}, {"sinks": True, "softcap": 30.0}):
             check(shape, dtype, "cuda", lengths=lengths, page=64, groups=groups, **options)
