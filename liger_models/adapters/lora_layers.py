@@ -28,8 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from liger_models.adapters.factors import find_rows, pack_factors
 from liger_models.adapters.lora_config import LoRAConfig
 from liger_models.adapters.lora_experts import LoRAExperts
+from liger_models.common.errors import is_traced
 from liger_models.convert.weight_map import Expression, Name
 from liger_models.distributed.collectives import Group, all_reduce, sum_gradient
 from liger_models.kernels.dispatch import TRITON_DTYPES, use_triton
@@ -110,6 +112,10 @@ class LinearAdapters(nn.ModuleDict):
         self.config, self.expression = config, expression
         self.sizes = sizes
         """Maps the name of each checkpoint matrix in the weight to the matrix's number of rows."""
+        places = expression.unpack(torch.arange(linear.out_features, device="cpu"))
+        self.rows = {name: find_rows(indices, linear.out_features) for name, indices in places.items()}
+        """Maps the name of each checkpoint matrix to the matrix's rows in the packed weight; None if `Rows` cannot
+        describe them."""
 
     def by_name(self) -> dict[str, Adapter]:
         """Map each adapted checkpoint matrix's name to its adapter. `factors` concatenates adapters in this order."""
@@ -146,6 +152,11 @@ class LinearAdapters(nn.ModuleDict):
         are 0 in all rows outside of the adapter's matrix, so the product of B and A x computes all adapters at once.
         """
         adapters = self.by_name()
+        rows = [place for place in map(self.rows.get, adapters) if place is not None]
+        if len(rows) == len(adapters) and not is_traced() and not is_sharded(next(self.parameters())):
+            As, Bs = zip(*((adapter.lora_A, adapter.lora_B) for adapter in adapters.values()), strict=True)
+            return pack_factors(As, Bs, rows, sum(self.sizes.values()), self.config.scaling, dtype)
+
         r, R = self.config.r, self.config.r * len(adapters)
         A = torch.cat([local(adapter.lora_A) for adapter in adapters.values()])  # [R, C]
 
@@ -234,9 +245,9 @@ class LinearAdapters(nn.ModuleDict):
 
 
 def takes_adapters(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether `low_rank_linear`, an op without a backward, supports x [..., C] and a weight in ``dtype``."""
+    """Whether `low_rank_linear` supports x [..., C] and a weight in ``dtype``."""
     return (
-        not (torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or is_batch_invariant())
+        not (torch.is_autocast_enabled(x.device.type) or is_batch_invariant())
         and x.dtype in TRITON_DTYPES
         and dtype == x.dtype
         and use_triton(x)
@@ -360,7 +371,6 @@ class LoRALinear(nn.Linear, Layer):
         if not self.lora.active:
             return self.base_product(x, bias)
 
-        # In decoding, a single kernel computes the layer.
         A, B, scale = self.derived(x.dtype)
         if self._fuses(x):
             frozen = self.frozen_weight
@@ -375,7 +385,7 @@ class LoRALinear(nn.Linear, Layer):
         return y
 
     def _fuses(self, x: Tensor) -> bool:
-        """Whether `low_rank_linear`, an op without a backward, computes the layer."""
+        """Whether `low_rank_linear` computes the layer."""
         return (
             self.is_low_rank
             and not is_sharded(self.weight)

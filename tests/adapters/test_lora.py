@@ -21,6 +21,7 @@ from liger_models.adapters import (
     unmerge_lora,
     without_adapters,
 )
+from liger_models.adapters.factors import Rows, find_rows
 from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.adapters.peft_files import peft_tensors
 from liger_models.arch import list_archs
@@ -113,6 +114,44 @@ def under_peft_names(model, values) -> dict[str, torch.Tensor]:
         for layer in adapted_layers(model).values()
         for theirs, tensor in peft_tensors(layer).items()
     }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj", "up_proj"]], ids=str)
+def test_factors_are_packed_in_two_ways(targets, dtype):
+    """By `pack_factors`, and in the general way, which compiled code takes: the same bits, gradients included."""
+    layers = adapted_layers(llama(LoRAConfig(r=3, lora_alpha=7, target_modules=targets))).values()
+
+    def results(lora):
+        A, B = lora.factors(dtype)
+        grads = torch.autograd.grad(
+            (A.float() * torch.linspace(-1, 1, A.numel()).view_as(A)).sum()
+            + (B.float() * torch.linspace(-1, 2, B.numel()).view_as(B)).sum(),
+            [*lora.parameters()],
+        )
+        return A, B, *grads
+
+    for layer in layers:
+        assert None not in layer.lora.rows.values()
+        got = results(layer.lora)
+        layer.lora.rows = dict.fromkeys(layer.lora.rows)
+        for ours, want in zip(got, results(layer.lora), strict=True):
+            assert ours.dtype == want.dtype
+            assert torch.equal(ours, want)
+
+
+def test_rows_of_a_packed_weight():
+    for rows, expected in (
+        ([3], (1, 3, 4)),
+        ([2, 3, 4], (1, 2, 5)),
+        ([1, 3, 5, 7, 9, 11], (6, 1, 2)),
+        ([0, 1, 4, 5, 8, 9], (3, 0, 2)),
+        ([3, 7, 11], (3, 3, 4)),
+    ):
+        assert find_rows(torch.tensor(rows), 12) == expected
+        assert Rows(*expected).of(torch.arange(12)).flatten().tolist() == rows
+    for rows in ([2, 1], [0, 1, 3], [1, 1], [0, 2], [5, 6, 11, 0]):
+        assert find_rows(torch.tensor(rows), 12) is None
 
 
 def with_image(arch: str, model) -> tuple[torch.Tensor, dict[str, Any], dict[str, Any]]:
@@ -473,7 +512,7 @@ def test_fused_ops_on_a_quantized_base(policy, dtype, kernel_device, monkeypatch
 
 
 @pytest.mark.parametrize("dtype", [None, "nf4", "float8"])
-def test_one_op_computes_a_layer_without_gradients(dtype, kernel_device, monkeypatch):
+def test_one_op_computes_a_layer(dtype, kernel_device, monkeypatch):
     """What the separate products do; where it must not (DoRA, dropout, other ways of computing), it is not called."""
     from liger_models.adapters import lora_layers
     from liger_models.kernels import dispatch
@@ -501,23 +540,25 @@ def test_one_op_computes_a_layer_without_gradients(dtype, kernel_device, monkeyp
             with dispatch.reference_backend():
                 want = layer.cpu()(x.cpu())
                 logits = model.cpu()(ids.cpu()).logits
-        layer.to(kernel_device)(x)
-        assert len(calls) == expected
+        layer.to(kernel_device)(x)  # with gradients, and in evaluation without dropout
+        assert len(calls) == expected + ("use_dora" not in kind)
         with torch.no_grad():
             torch.testing.assert_close(layer(x).cpu(), want, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(model.to(kernel_device)(ids).logits.cpu(), logits, rtol=1e-4, atol=1e-5)
         calls.clear()
 
 
-@pytest.mark.parametrize("policy", ["none", "selective"])
-def test_a_block_with_adapters_keeps_what_a_trained_one_does(policy):
-    """Per token, only o_proj's A x is kept besides: the other adapters are in fused ops, which compute it again."""
+@pytest.mark.parametrize(("policy", "matrices"), [("none", 7), ("selective", 4)])
+def test_a_block_with_adapters_keeps_what_a_trained_one_does(policy, matrices, monkeypatch):
+    """With many rows, A x is kept besides for each adapted matrix, but not in an MLP that is recomputed."""
 
     def per_token(model):
         return saved_bytes(model, policy, 128, torch.float32) - saved_bytes(model, policy, 64, torch.float32)
 
     layers, rows, r, size = 2, 64, 4, 4
-    assert per_token(llama(LoRAConfig(r=r))) - per_token(llama()) == layers * rows * r * size
+    assert per_token(llama(LoRAConfig(r=r))) == per_token(llama())
+    monkeypatch.setattr("liger_models.kernels.linear.projection.MANY_ROWS", 1)
+    assert per_token(llama(LoRAConfig(r=r))) - per_token(llama()) == layers * rows * matrices * r * size
     assert per_token(llama(LoRAConfig(lora_dropout=0.1))) > per_token(llama()) + 64 * 32 * 4
 
 

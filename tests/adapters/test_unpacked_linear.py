@@ -124,18 +124,18 @@ def test_the_memory_is_that_of_apply_lora(dropout, by_peft):
 
 
 def test_the_kernels_are_those_of_apply_lora(kernel_device, monkeypatch):
-    """With projections in joined rows: the fused MLP runs, and the fused norm and projection."""
+    """With projections in joined rows: the fused MLP runs, and the two ops of the other projections."""
     from liger_models.kernels.linear import projection
 
     products = []
     forward = projection.Product.forward
     monkeypatch.setattr(
-        projection.Product, "forward", lambda own, rows: products.append(own.low_rank) or forward(own, rows)
+        projection.Product, "forward", lambda own, *rows: products.append(own.low_rank) or forward(own, *rows)
     )
     model = adapt(llama(num_hidden_layers=1)).to(kernel_device)
     ids = IDS.to(kernel_device)
     got = step(model, ids)
-    assert [low_rank[0].shape[0] for low_rank in products if low_rank is not None] == [12, 8, 4]
+    assert [low_rank[0].shape[0] for low_rank in products if low_rank is not None] == [12, 4, 8, 4]
     monkeypatch.undo()
     want = step(copy.deepcopy(model).cpu())
     assert_equal({name: value.cpu() for name, value in got.items()}, want, 1e-4)

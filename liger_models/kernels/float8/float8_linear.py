@@ -192,7 +192,7 @@ def _save(
 
 
 def _gradients(saved: Float8NormLinearSaved, needs: Float8NormLinearNeeds, upstream: Any) -> Float8NormLinearGradients:
-    dy, dh, _ = upstream.linear
+    dy, dh, *_ = upstream.linear
     if dy is None:  # only the residual stream has a gradient
         return Float8NormLinearGradients(of_stream(NormLinearGradients(), dh, needs.linear))
     gradients = BACKWARD(Float8NormLinearUpstream(dy, dh, saved, needs)).linear
@@ -248,7 +248,7 @@ def float8_norm_linear(
     if not use_triton(residual):
         return float8_norm_linear_reference(x, residual, norm, weight, bias, recipe, gathered)
     linear = NormLinearInputs(x, residual, norm, Projection(weight, bias))
-    y, h, _ = FORWARD(Float8NormLinearInputs(linear, recipe, gathered)).linear
+    y, h, *_ = FORWARD(Float8NormLinearInputs(linear, recipe, gathered)).linear
     return y, residual if h is None else h
 
 

@@ -126,7 +126,7 @@ class Float8Product(Product):
             return normed_matrix(h, norm.weight, statistics, norm.weight_offset, norm.scale_in_fp32)
         return plain(norm.again(h, statistics, self.dtype))
 
-    def forward(self, rows: Any) -> Tensor:
+    def forward(self, rows: Any, low: Tensor | None = None) -> Tensor:
         """Compute y [N, O] from rounded rows or, in the backward, from a `Matrix`, which is first rounded again."""
         if isinstance(rows, Matrix):
             rows, _ = round_matrix(rows, self.recipe, amax=self.amax, known=True)
@@ -191,6 +191,7 @@ class Float8Product(Product):
         rows: Any,
         needs: ProjectionNeeds,
         totals: ProjectionGradients | None = None,
+        low: Tensor | None = None,
     ) -> ProjectionGradients:
         """Compute dW and db; see `Product.gradients`.
 

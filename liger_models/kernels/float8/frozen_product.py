@@ -59,7 +59,7 @@ class FrozenFloat8Product(Product):
         matrix = normed_matrix(h, norm.weight, statistics, norm.weight_offset, norm.scale_in_fp32)
         return round_rows(matrix, DTYPE, power_of_2=False)
 
-    def forward(self, rows: Any) -> Tensor:
+    def forward(self, rows: Any, low: Tensor | None = None) -> Tensor:
         """Compute y from rows [..., C]. If the rows are rounded, y is [N, O]."""
         if not isinstance(rows, Float8):
             return super().forward(rows)

@@ -8,7 +8,9 @@ norm weight, N only casts. The forward is::
     y = A(u) @ Wdᵀ + bd
 
 Each projection may have its own low-rank term (LoRA), as in `norm_linear`. The two matrices of a low-rank term get
-gradients.
+gradients. With many rows, the kernel of the activation adds the low-rank term of the gate and up projection to u, and
+the low-rank term of dp to dp (see `low_rank_gated_act`). u is then stored without the term. This saves a pass over u
+and dp.
 
 In the backward, let dh be the gradient of the new residual stream. The steps run in this order::
 
@@ -57,6 +59,11 @@ from liger_models.distributed.collectives import (
     rows_in_order,
 )
 from liger_models.kernels.activation.gated_act import check_act, gated_act_reference
+from liger_models.kernels.activation.low_rank_gated_act import (
+    low_rank_gated_act,
+    low_rank_gated_act_backward,
+    takes_term,
+)
 from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.float8.frozen_product import product_of
 from liger_models.kernels.frozen.products import Weight
@@ -72,9 +79,12 @@ from liger_models.kernels.linear.projection import (
     Product,
     Projection,
     ProjectionGradients,
+    ProjectionNeeds,
     check_linear,
     check_low_rank,
+    keeps_low,
     linear,
+    low_fake,
     mark_constants,
     norm_gradients_fake,
     of_stream,
@@ -154,6 +164,7 @@ class GatedMLPInputs(NamedTuple):
     recompute: bool
     need_y: bool
     ranks: Annotated[Group | None, RANKS] = None
+    keeps_low: bool = False
 
 
 class GatedMLPOutputs(NamedTuple):
@@ -163,13 +174,18 @@ class GatedMLPOutputs(NamedTuple):
         y: [..., O].
         h: [..., C], the residual stream. Without x, h is None, because an op must not return one of its inputs.
         statistics: statistics of each row, from which the norm can be recomputed.
-        u: [..., 2 F], interleaved gates and ups; None with ``recompute``.
+        u: [..., 2 F], interleaved gates and ups; None with ``recompute``. With ``keeps_low``, u does not contain the
+            low-rank term.
+        gate_up_low, down_low: N(h) @ Aᵀ and A(u) @ Aᵀ [N, R] of the two low-rank terms; None without ``keeps_low``, and
+            with ``recompute``.
     """
 
     y: Tensor
     h: Tensor | None
     statistics: Tensor
     u: Tensor | None
+    gate_up_low: Tensor | None = None
+    down_low: Tensor | None = None
 
 
 class GatedMLPSaved(NamedTuple):
@@ -187,6 +203,9 @@ class GatedMLPSaved(NamedTuple):
     down: Projection
     act: str
     ranks: Annotated[Group | None, RANKS] = None
+    keeps_low: bool = False
+    gate_up_low: Tensor | None = None
+    down_low: Tensor | None = None
 
 
 class GatedMLPGradients(NamedTuple):
@@ -248,14 +267,15 @@ def gated_mlp_forward(inputs: GatedMLPInputs, products: Products) -> GatedMLPOut
     inputs = inputs._replace(x=None if x is None else x.reshape(-1, C), residual=residual.reshape(-1, C))
     rows, num_ranks = split_rows(shape.numel(), products.gate_up.weight, ranks, inputs.recompute)
     if rows >= shape.numel():
-        y, h, statistics, u = _forward_rows(inputs, products)
+        y, h, statistics, u, *low = _forward_rows(inputs, products)
     else:
-        y, h, statistics, u = _forward_chunks(inputs, products, rows, num_ranks)
+        y, h, statistics, u, *low = _forward_chunks(inputs, products, rows, num_ranks)
     return GatedMLPOutputs(
-        y=rows_in_order(y, shape, ranks),
-        h=None if h is None else h.view(*shape, C),
-        statistics=statistics.view(norm.statistics_shape(shape)),
-        u=None if u is None else u.view(*gathered_shape(shape, ranks), u.shape[-1]),  # the first rank's tokens first
+        rows_in_order(y, shape, ranks),
+        None if h is None else h.view(*shape, C),
+        statistics.view(norm.statistics_shape(shape)),
+        None if u is None else u.view(*gathered_shape(shape, ranks), u.shape[-1]),  # the first rank's tokens first
+        *low,
     )
 
 
@@ -289,13 +309,19 @@ def _forward_rows(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs
         return GatedMLPOutputs(y, h, statistics, None)
 
     normed = gather_rows(normed, ranks)
-    u, product = gate_up.gated_forward(normed, inputs.act)  # [N, 2 F], [N, F]
+    gate_up_low = gate_up.low(normed) if inputs.keeps_low else None  # [N, R]
+    if gate_up_low is None:
+        u, product = gate_up.gated_forward(normed, inputs.act)  # [N, 2 F], [N, F]
+        product = down.gated(u, inputs.act) if product is None else product
+    else:
+        u = gate_up.without_low_rank().forward(normed)
+        product = low_rank_gated_act(u, inputs.act, gate_up.term(gate_up_low))
     del normed
-    if product is None:
-        product = down.gated(u, inputs.act)
     kept = None if inputs.recompute else u
     del u  # frees u before the last product, unless u is saved
-    return GatedMLPOutputs(down.forward(product), h, statistics, kept)
+    down_low = down.low(product) if inputs.keeps_low else None  # [N, R]
+    y = down.forward(product, down_low)
+    return GatedMLPOutputs(y, h, statistics, kept, *((None, None) if inputs.recompute else (gate_up_low, down_low)))
 
 
 def gated_mlp_backward(upstream: GatedMLPUpstream, products: Products) -> GatedMLPGradients:
@@ -337,9 +363,13 @@ def _backward_chunks(upstream: GatedMLPUpstream, products: Products, rows: int, 
         part = GatedMLPUpstream(
             dy=dy[:, chunk].reshape(-1, dy.shape[-1]),
             dh=None if dh is None else dh[chunk],
-            # If u is saved, there is only one rank, so u has the same rows as h.
+            # If u is saved, there is only one rank, so u and the low-rank products have the same rows as h.
             saved=saved._replace(
-                h=saved.h[chunk], statistics=saved.statistics[chunk], u=None if saved.u is None else saved.u[chunk]
+                h=saved.h[chunk],
+                statistics=saved.statistics[chunk],
+                u=None if saved.u is None else saved.u[chunk],
+                gate_up_low=None if saved.gate_up_low is None else saved.gate_up_low[chunk],
+                down_low=None if saved.down_low is None else saved.down_low[chunk],
             ),
             needs=needs,
         )
@@ -359,7 +389,7 @@ def _backward_rows(
     O], dh and h [N, C], and u [N, 2 F]. With sequence parallelism, dy and u hold the rows of all ranks.
     """
     dy, dh, saved, needs = inputs
-    h, statistics, u, norm, _, _, act, ranks = saved
+    h, statistics, u, norm, _, _, act, ranks, has_low, gate_up_low, down_low = saved
     gate_up, down = products
     need_dn = needs.x or needs.residual or needs.norm.weight or needs.norm.bias
     need_du = need_dn or needs.gate_up.by_rows or needs.gate_up.bias
@@ -369,12 +399,17 @@ def _backward_rows(
     # Recompute u, bitwise identical to the u of the forward.
     recomputed = u is None
     if recomputed and (need_du or needs.down.by_rows):
-        u = gate_up.forward(gather_rows(gate_up.normed_again(norm, h, statistics, for_weight=False), ranks))
+        normed = gather_rows(gate_up.normed_again(norm, h, statistics, for_weight=False), ranks)
+        gate_up_low = gate_up.low(normed) if has_low else None
+        u = (gate_up if gate_up_low is None else gate_up.without_low_rank()).forward(normed)
+        del normed
 
     # Continue the backward through the down projection and the activation, whose kernel also writes the gated product.
     # If u was recomputed, du overwrites u.
     dy_operand = down.upstream(dy, for_rows=need_du, for_weight=needs.down.weight)
-    if u is not None and need_du:
+    if u is not None and has_low:
+        du, product, g = _backward_of_terms(dy_operand, u, gate_up_low, act, products, need_du, needs.down, recomputed)
+    elif u is not None and need_du:
         d_product, g = down.rows_gradient(dy_operand)  # [N, F]
         du, product = gate_up.gated_backward(
             d_product, u, act, down, for_rows=need_dn, needs=needs.gate_up, need_product=needs.down.by_rows,
@@ -386,7 +421,7 @@ def _backward_rows(
     del u
 
     # Compute the gradients of the down projection's parameters.
-    d_down = down.gradients(dy_operand, g, product, needs.down, None if totals is None else totals.down)
+    d_down = down.gradients(dy_operand, g, product, needs.down, None if totals is None else totals.down, down_low)
     del dy_operand, product, g
 
     # Continue the backward through the gate and up projection and the norm, and compute the gradients of their
@@ -395,12 +430,50 @@ def _backward_rows(
         _, dx, d_norm, d_gate_up = norm_linear_backward(
             du,
             dh,
-            NormLinearSaved(h, statistics, norm, saved.gate_up, ranks),
+            NormLinearSaved(h, statistics, norm, saved.gate_up, ranks, gate_up_low),
             gate_up,
             NormLinearNeeds(needs.x, needs.residual, needs.norm, needs.gate_up),
             None if totals is None else NormLinearGradients(norm=totals.norm, projection=totals.gate_up),
         )
     return GatedMLPGradients(None, dx, d_norm, d_gate_up, d_down)
+
+
+def _backward_of_terms(
+    dy: Tensor, u: Tensor, gate_up_low: Tensor | None, act: str, products: Products, need_du: bool,
+    needs: ProjectionNeeds, overwrite_u: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Compute the backward of the down projection and of the activation if the activation's kernel adds the low-rank
+    terms to u and to the gradient of its output.
+
+    Args:
+        dy: [N, O].
+        u: [N, 2 F], without the low-rank term.
+        gate_up_low: N(h) @ Aᵀ [N, R]; None if the gate and up projection has no low-rank term.
+        act: name of the activation.
+        products: the products of the two projections.
+        need_du: whether du is needed.
+        needs: which gradients of the down projection are needed.
+        overwrite_u: whether du may overwrite u.
+
+    Returns:
+        du [N, 2 F], the gated product [N, F], and ``dy @ B`` [N, R] of the down projection. A result is None if it is
+        not needed or does not exist.
+    """
+    gate_up, down = products
+    term = None if gate_up_low is None else gate_up.term(gate_up_low)
+    if not need_du:
+        if not needs.by_rows:
+            return None, None, None
+        return None, down.gated_again(u, act) if term is None else low_rank_gated_act(u, act, term), None
+
+    d_product, _ = down.without_low_rank().rows_gradient(dy)  # [N, F]
+    g = d_term = None
+    if down.low_rank is not None:
+        A, B = down.low_rank
+        g = dy @ B  # [N, R]
+        d_term = g, A
+    du, product = low_rank_gated_act_backward(d_product, u, act, needs.by_rows, term, d_term, overwrite_u=overwrite_u)
+    return du, product, g
 
 
 def _rounded(gradients: GatedMLPGradients, norm: FusedNorm, dtype: torch.dtype) -> GatedMLPGradients:
@@ -416,11 +489,15 @@ def gated_mlp_fake(inputs: GatedMLPInputs) -> GatedMLPOutputs:
     tokens = inputs.residual.shape[:-1]
     gate_up, down = inputs.gate_up.weight, inputs.down.weight
     rows = gathered_shape(tokens, inputs.ranks)
+    y = down.new_empty(*rows, down.shape[0])
+    keeps = inputs.keeps_low and not inputs.recompute
     return GatedMLPOutputs(
-        y=down.new_empty(*rows, down.shape[0]),
+        y=y,
         h=None if inputs.x is None else inputs.residual.new_empty(inputs.residual.shape),
         statistics=inputs.residual.new_empty(inputs.norm.statistics_shape(tokens), dtype=torch.float32),
         u=None if inputs.recompute else gate_up.new_empty(*rows, gate_up.shape[0]),
+        gate_up_low=low_fake(y, inputs.gate_up) if keeps else None,
+        down_low=low_fake(y, inputs.down) if keeps else None,
     )
 
 
@@ -442,9 +519,10 @@ def gated_mlp_save(
 
     ``constants`` are further outputs of the op. They have no gradients, and are marked as not differentiable.
     """
-    mark_constants(ctx, outputs.h, needs.x or needs.residual, outputs.statistics, outputs.u, *constants)
+    h, statistics, *kept = outputs[1:]
+    mark_constants(ctx, h, needs.x or needs.residual, statistics, *kept, *constants)
     return GatedMLPSaved(
-        h=inputs.residual if outputs.h is None else outputs.h,
+        h=inputs.residual if h is None else h,
         statistics=outputs.statistics,
         u=outputs.u,
         norm=inputs.norm,
@@ -452,6 +530,9 @@ def gated_mlp_save(
         down=inputs.down.without_bias(),
         act=inputs.act,
         ranks=inputs.ranks,
+        keeps_low=inputs.keeps_low,
+        gate_up_low=outputs.gate_up_low,
+        down_low=outputs.down_low,
     )
 
 
@@ -560,6 +641,7 @@ def gated_mlp(
         )  # fmt: skip
     # If gradients are disabled, u is not saved, so that it can be freed before the last product.
     recompute = recompute or not torch.is_grad_enabled()
+    low_ranks = gate_up_low_rank, down_low_rank
     outputs = FORWARD(
         GatedMLPInputs(
             x=x,
@@ -571,6 +653,7 @@ def gated_mlp(
             recompute=recompute,
             need_y=need_y,
             ranks=ranks,
+            keeps_low=keeps_low(residual, *low_ranks) and all(map(takes_term, low_ranks)),
         )
     )
     return outputs.y, residual if outputs.h is None else outputs.h

@@ -60,7 +60,9 @@ from liger_models.kernels.linear.projection import (
     ProjectionGradients,
     check_linear,
     check_low_rank,
+    keeps_low,
     linear,
+    low_fake,
     mark_constants,
     norm_gradients_fake,
     of_stream,
@@ -127,6 +129,7 @@ class NormLinearInputs(NamedTuple):
     norm: FusedNorm
     projection: Projection
     ranks: Annotated[Group | None, RANKS] = None
+    keeps_low: bool = False
 
 
 class NormLinearOutputs(NamedTuple):
@@ -136,11 +139,13 @@ class NormLinearOutputs(NamedTuple):
         y: [..., O].
         h: [..., C], the residual stream. Without x, h is None, because an op must not return one of its inputs.
         statistics: statistics of each row, from which the norm can be recomputed.
+        low: N(h) @ Aᵀ [N, R], for the gradient of B; None without ``keeps_low``.
     """
 
     y: Tensor
     h: Tensor | None
     statistics: Tensor
+    low: Tensor | None = None
 
 
 class NormLinearSaved(NamedTuple):
@@ -151,6 +156,7 @@ class NormLinearSaved(NamedTuple):
     norm: FusedNorm
     projection: Projection
     ranks: Annotated[Group | None, RANKS] = None
+    low: Tensor | None = None
 
 
 class NormLinearGradients(NamedTuple):
@@ -179,16 +185,17 @@ class NormLinearUpstream(NamedTuple):
 
 def norm_linear_forward(inputs: NormLinearInputs, product: Product) -> NormLinearOutputs:
     """Compute the forward of `norm_linear`. ``product`` may be an object of any subclass of `Product`."""
-    x, residual, norm, _, ranks = inputs
-    normed, h, statistics = product.normed(norm, x, residual)
-    if ranks is not None and ranks.sequence_parallel:
-        rows = gather_rows(normed.reshape(-1, normed.shape[-1]), ranks)  # [N, C], the tokens of all ranks
-        y = rows_in_order(product.forward(rows), residual.shape[:-1], ranks)
-    else:
-        # Each rank has all tokens, so they need not be gathered: [..., C] -> [..., O].
-        y = product.forward(normed)
-        y = y.view(*residual.shape[:-1], y.shape[-1])  # the product of rounded rows is [N, O]
-    return NormLinearOutputs(y, None if x is None else h, statistics)
+    x, residual, norm, _, ranks, keeps_low = inputs
+    rows, h, statistics = product.normed(norm, x, residual)
+    gathers = ranks is not None and ranks.sequence_parallel
+    if gathers:
+        rows = gather_rows(rows.reshape(-1, rows.shape[-1]), ranks)  # [N, C], the tokens of all ranks
+    low = product.low(rows) if keeps_low else None
+    y = product.forward(rows, low)
+    # The product of rounded rows is [N, O].
+    shape = residual.shape[:-1]
+    y = rows_in_order(y, shape, ranks) if gathers else y.view(*shape, y.shape[-1])
+    return NormLinearOutputs(y, None if x is None else h, statistics, low)
 
 
 def norm_linear_backward(
@@ -205,7 +212,7 @@ def norm_linear_backward(
         needs: which gradients are needed.
         totals: for a chunk, the fp32 sums of the parameters' gradients over the previous chunks; None without chunks.
     """
-    h, statistics, norm, _, ranks = saved
+    h, statistics, norm, _, ranks, low = saved
     chunked, before = totals is not None, totals or NormLinearGradients()
     need_stream = needs.x or needs.residual
     dx = g = rows = d_norm_weight = d_norm_bias = None
@@ -228,7 +235,7 @@ def norm_linear_backward(
         else:
             rows = rows.view(-1, h.shape[-1])
         rows = gather_rows(rows, ranks)  # [N, C]
-    d_projection = product.gradients(dy, g, rows, needs.projection, before.projection if chunked else None)
+    d_projection = product.gradients(dy, g, rows, needs.projection, before.projection if chunked else None, low)
 
     d_norm = NormGradients(_add(before.norm.weight, d_norm_weight), _add(before.norm.bias, d_norm_bias))
     return NormLinearGradients(None, dx if need_stream else None, d_norm, d_projection)
@@ -240,12 +247,14 @@ def _add(total: Tensor | None, share: Tensor | None) -> Tensor | None:
 
 def norm_linear_fake(inputs: NormLinearInputs) -> NormLinearOutputs:
     """Return the outputs of the forward for fake tensors."""
-    x, residual, norm, projection, ranks = inputs
+    x, residual, norm, projection, ranks, keeps_low = inputs
     weight, tokens = projection.weight, residual.shape[:-1]
+    y = weight.new_empty(*gathered_shape(tokens, ranks), weight.shape[0])
     return NormLinearOutputs(
-        y=weight.new_empty(*gathered_shape(tokens, ranks), weight.shape[0]),
+        y=y,
         h=None if x is None else residual.new_empty(residual.shape),
         statistics=residual.new_empty(norm.statistics_shape(tokens), dtype=torch.float32),
+        low=low_fake(y, projection) if keeps_low else None,
     )
 
 
@@ -266,9 +275,10 @@ def norm_linear_save(
 
     ``constants`` are further outputs of the op. They have no gradients, and are marked as not differentiable.
     """
-    mark_constants(ctx, outputs.h, needs.x or needs.residual, outputs.statistics, *constants)
+    mark_constants(ctx, outputs.h, needs.x or needs.residual, outputs.statistics, outputs.low, *constants)
     h = inputs.residual if outputs.h is None else outputs.h
-    return NormLinearSaved(h, outputs.statistics, inputs.norm, inputs.projection.without_bias(), inputs.ranks)
+    projection = inputs.projection.without_bias()
+    return NormLinearSaved(h, outputs.statistics, inputs.norm, projection, inputs.ranks, outputs.low)
 
 
 def _forward(inputs: NormLinearInputs) -> NormLinearOutputs:
@@ -308,7 +318,8 @@ def norm_linear(
     check_low_rank(op, "low_rank", low_rank, weight)
     if not use_triton(residual):
         return norm_linear_reference(x, residual, norm, weight, bias, ranks, low_rank)
-    outputs = FORWARD(NormLinearInputs(x, residual, norm, Projection(weight, bias, low_rank), ranks))
+    projection = Projection(weight, bias, low_rank)
+    outputs = FORWARD(NormLinearInputs(x, residual, norm, projection, ranks, keeps_low(residual, low_rank)))
     return outputs.y, residual if outputs.h is None else outputs.h
 
 

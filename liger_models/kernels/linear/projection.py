@@ -30,7 +30,8 @@ from liger_models.kernels.norm.fused_norm import FusedNorm
 from liger_models.kernels.tiles import accumulate
 
 MANY_ROWS = 1024
-"""Minimum number of rows for which the product with a dense weight is added to the low-rank term."""
+"""Minimum number of rows for which the product with a dense weight is added to the low-rank term, and for which ops
+save n @ Aᵀ."""
 
 Gradients = TypeVar("Gradients", bound=tuple[Any, ...])
 
@@ -140,12 +141,24 @@ def projection_gradients_fake(projection: Projection, needs: ProjectionNeeds) ->
     )
 
 
+def low_fake(y: Tensor, projection: Projection) -> Tensor | None:
+    """Return a fake n @ Aᵀ [N, R] for an output y [..., O] of the projection; None without a low-rank term."""
+    if projection.low_rank is None:
+        return None
+    A, _ = projection.low_rank
+    return y.new_empty(y.shape[:-1].numel(), A.shape[0])
+
+
 class Product:
     """The products of a projection whose weight is dense or a `FrozenWeight`. Each method is a step of a fused op."""
 
     def __init__(self, projection: Projection) -> None:
         self.weight, self.bias, self.low_rank = projection
         self.dtype: torch.dtype = self.weight.dtype
+
+    def without_low_rank(self) -> "Product":
+        """Return the products of the same projection without its low-rank term."""
+        return Product(Projection(self.weight, self.bias))
 
     @property
     def normed_dtype(self) -> torch.dtype | None:
@@ -160,9 +173,18 @@ class Product:
         """Recompute the normalized rows [N, C] for `forward` or, with ``for_weight``, for the weight gradient."""
         return norm.again(h, statistics, self.dtype).view(-1, h.shape[-1])
 
-    def forward(self, rows: Any) -> Tensor:
-        """Compute y [..., O] from rows [..., C]."""
-        return linear_forward(rows, self.weight, self.bias, self.low_rank)
+    def low(self, rows: Tensor) -> Tensor | None:
+        """Compute n @ Aᵀ [N, R] from rows [..., C]. Without a low-rank term, the result is None."""
+        return None if self.low_rank is None else low_forward(rows.to(self.dtype), self.low_rank)
+
+    def term(self, low: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``(n @ Aᵀ, Bᵀ)``, whose product is the low-rank term, from the first factor."""
+        assert self.low_rank is not None
+        return low, self.low_rank[1].t()
+
+    def forward(self, rows: Any, low: Tensor | None = None) -> Tensor:
+        """Compute y [..., O] from rows [..., C]. ``low`` is the result of `low`; None to compute it here."""
+        return linear_forward(rows, self.weight, self.bias, self.low_rank, low)
 
     def gated_forward(self, rows: Any, act: str) -> tuple[Tensor, Tensor | None]:
         """Compute y from rows [N, C], where y holds gates and ups.
@@ -217,8 +239,9 @@ class Product:
         )
 
     def gradients(
-        self, dy: Any, g: Tensor | None, rows: Any, needs: ProjectionNeeds, totals: ProjectionGradients | None = None
-    ) -> ProjectionGradients:
+        self, dy: Any, g: Tensor | None, rows: Any, needs: ProjectionNeeds, totals: ProjectionGradients | None = None,
+        low: Tensor | None = None,
+    ) -> ProjectionGradients:  # fmt: skip
         """Compute dW, db, dA and dB. Gradients that are not needed are None.
 
         Args:
@@ -228,6 +251,7 @@ class Product:
             needs: which gradients are needed.
             totals: for a chunk of the rows, the fp32 sums over the previous chunks, to which the chunk's gradients are
                 added; None without chunks.
+            low: n @ Aᵀ [N, R], which the forward may have saved; None to recompute it.
         """
         # With chunks, the gradients are summed in fp32, and rounded once after the last chunk.
         chunked, before = totals is not None, totals or ProjectionGradients()
@@ -236,11 +260,11 @@ class Product:
             weight = weight_gradient(before.weight, dy, rows, chunked)
         if rows is not None and self.low_rank is not None:
             A, B = self.low_rank
-            # dA needs g = dy @ B, which `rows_gradient` may have computed. dB needs n @ Aᵀ, which is recomputed.
+            # dA needs g = dy @ B, which `rows_gradient` may have computed. dB needs n @ Aᵀ.
             if needs.low_rank_A:
                 low_rank_A = weight_gradient(before.low_rank_A, dy @ B if g is None else g, rows, chunked)
             if needs.low_rank_B:
-                low_rank_B = weight_gradient(before.low_rank_B, dy, rows @ A.t(), chunked)
+                low_rank_B = weight_gradient(before.low_rank_B, dy, rows @ A.t() if low is None else low, chunked)
         if needs.bias:
             bias = bias_gradient(before.bias, dy, chunked)
         return ProjectionGradients(weight, bias, low_rank_A, low_rank_B)
@@ -257,10 +281,12 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | N
         return y if low_rank is None else y + product(product(x, low_rank[0], None), low_rank[1], None)
 
 
-def linear_forward(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | None = None) -> Tensor:
+def linear_forward(
+    x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | None = None, low: Tensor | None = None
+) -> Tensor:
     """Compute the same result as `linear`, for use inside ops. The function has no backward.
 
-    If x has few rows, a special kernel runs.
+    If x has few rows, a special kernel runs. ``low`` is the result of `low_forward`; None to compute it here.
     """
     if is_batch_invariant():
         return linear(x, weight, bias, low_rank)
@@ -274,14 +300,29 @@ def linear_forward(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: Low
     with _no_autocast(weight.device):
         if low_rank is None:
             return product(x, weight, bias)
-        A, B = low_rank
-        low = linear_forward(x, A, None).view(-1, A.shape[0])
+        _, B = low_rank
+        low = low_forward(x, low_rank) if low is None else low
         # The additions are in place, so that no second tensor [..., O] is allocated.
         if bias is None and adds_to_low_rank(weight, x):
             return (low @ B.t()).addmm_(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], len(B))
         y = product(x, weight, bias)
         y.view(-1, y.shape[-1]).addmm_(low, B.t())
         return y
+
+
+def low_forward(x: Tensor, low_rank: LowRank) -> Tensor:
+    """Compute ``x @ Aᵀ`` [N, R] from x [..., C], for use inside ops."""
+    A, _ = low_rank
+    return linear_forward(x, A, None).view(-1, A.shape[0])
+
+
+def keeps_low(x: Tensor, *low_ranks: LowRank | None) -> bool:
+    """Return whether an op saves ``n @ Aᵀ``, where x [..., C] holds the rows before the norm.
+
+    For few rows, special kernels compute ``n @ Aᵀ`` and y in one step.
+    """
+    has_low_rank = any(low_rank is not None for low_rank in low_ranks)
+    return has_low_rank and x.numel() >= MANY_ROWS * x.shape[-1] and not is_batch_invariant()
 
 
 def adds_to_low_rank(weight: Weight, rows: Tensor) -> TypeGuard[Tensor]:

@@ -1,3 +1,4 @@
+import functools
 import sys
 
 import pytest
@@ -260,10 +261,47 @@ def test_low_rank_terms_match_fp64(backend, shape, norm, recompute, chunk, poiso
             assert_close_to_truth(ours, theirs, [*left, *pairs], upstream)
 
 
+@pytest.mark.parametrize("missing", ["gate_up", "down"])
+@RECOMPUTE
+def test_one_of_the_projections_has_a_low_rank_term(backend, monkeypatch, missing, recompute):
+    monkeypatch.setattr("liger_models.kernels.linear.projection.MANY_ROWS", 1)
+    for dtype in dtypes(backend):
+        inputs, upstream = make((11, 72), 36, 40, dtype, backend)
+        pairs = low_ranks((11, 72), 36, 40, dtype, backend)
+        pair, name = (pairs[2:], "down_low_rank") if missing == "gate_up" else (pairs[:2], "gate_up_low_rank")
+
+        def call(function, *tensors, name=name, **options):
+            return with_names(function, ORDER, **{name: tensors[-2:]}, **options)(*tensors[:-2])
+
+        ours = functools.partial(call, gated_mlp, recompute=recompute)
+        assert_close_to_truth(ours, functools.partial(call, gated_mlp_reference), [*inputs, *pair], upstream)
+
+
+def test_wide_low_rank_terms_are_added_by_products(kernel_device, monkeypatch):
+    """The activation's kernel does not add a term of a rank above `MOST_RANKS`."""
+    monkeypatch.setattr("liger_models.kernels.linear.projection.MANY_ROWS", 1)
+    monkeypatch.setattr("liger_models.kernels.activation.low_rank_gated_act.MOST_RANKS", 5)
+    module, calls = sys.modules[gated_mlp.__module__], []
+    kernel = module.low_rank_gated_act
+    monkeypatch.setattr(module, "low_rank_gated_act", lambda *given: calls.append(1) or kernel(*given))
+    inputs, upstream = make((11, 72), 36, 40, torch.float32, kernel_device)
+    pairs = low_ranks((11, 72), 36, 40, torch.float32, kernel_device)  # the ranks are 6 and 4
+    ours, theirs = with_pairs(gated_mlp, ORDER), with_pairs(gated_mlp_reference, ORDER)
+    assert_close_to_truth(ours, theirs, [*inputs, *pairs], upstream)
+    assert not calls
+    monkeypatch.setattr("liger_models.kernels.activation.low_rank_gated_act.MOST_RANKS", 6)
+    assert_close_to_truth(ours, theirs, [*inputs, *pairs], upstream)
+    assert calls
+
+
+@pytest.mark.parametrize("many_rows", [1, 1024])
 @RECOMPUTE
 @pytest.mark.parametrize("trained", [(0, 1, 2, 3), (0, 1), (2, 3), (1,), (2,)], ids=str)
-def test_frozen_weights_under_low_rank_terms(kernel_device, trained, recompute):
-    """Nothing is saved beyond what frozen weights save alone; gradients are those with everything trained."""
+def test_frozen_weights_under_low_rank_terms(kernel_device, trained, recompute, many_rows, monkeypatch):
+    """With few rows, nothing is saved beyond what frozen weights save alone. With many rows, the two products of rows
+    and A are saved, too. The gradients are those with everything trained.
+    """
+    monkeypatch.setattr("liger_models.kernels.linear.projection.MANY_ROWS", many_rows)
     shape, of_rows = (11, 72), lambda saved: [tuple(t.shape) for t in saved if t.shape[:1] == (11,)]
     inputs, upstream = make(shape, 36, 40, torch.float32, kernel_device)
     pairs = low_ranks(shape, 36, 40, torch.float32, kernel_device)
@@ -273,7 +311,8 @@ def test_frozen_weights_under_low_rank_terms(kernel_device, trained, recompute):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y, _ = call(*inputs, *leaves)
     y.backward(upstream[0])
-    assert of_rows(saved) == [(11, 72), (11,), *([] if recompute else [(11, 72)])]
+    low = [(11, 6), (11, 4)] if many_rows == 1 else []
+    assert sorted(of_rows(saved)) == sorted([(11, 72), (11,), *([] if recompute else [(11, 72), *low])])
     for i, leaf in enumerate(leaves):
         assert torch.equal(leaf.grad, everything[i]) if i in trained else leaf.grad is None
 
@@ -453,13 +492,15 @@ def test_opcheck(kernel_device):
     pairs = [torch.randn(*size, device=kernel_device, requires_grad=True) for size in sizes]
     rms, layer, none = FusedNorm(norm_weight), FusedNorm(norm_weight, norm_bias, "layer_norm"), FusedNorm(None)
 
-    def check(x, residual, norm, gate_up=gate_up, down=down, recompute=True):
-        opcheck_named(FORWARD, GatedMLPInputs(x, residual, norm, gate_up, down, "silu", recompute, True))
+    def check(x, residual, norm, gate_up=gate_up, down=down, recompute=True, keeps_low=False):
+        inputs = GatedMLPInputs(x, residual, norm, gate_up, down, "silu", recompute, True, None, keeps_low)
+        opcheck_named(FORWARD, inputs)
 
     check(x, residual, rms, recompute=False)
     for recompute in (False, True):
         low_ranks = gate_up._replace(low_rank=tuple(pairs[:2])), down._replace(low_rank=tuple(pairs[2:]))
-        check(x, residual, rms, *low_ranks, recompute=recompute)
+        for keeps_low in (False, True):
+            check(x, residual, rms, *low_ranks, recompute=recompute, keeps_low=keeps_low)
     check(x, residual, rms)
     check(x, residual, layer, recompute=False)
     check(None, residual, FusedNorm(norm_weight, None, "layer_norm"))
@@ -493,6 +534,10 @@ def test_opcheck_backward(kernel_device):
             gate_up, down = (Projection(w, None, low_rank) for w, low_rank in zip(weights, given, strict=True))
             saved = GatedMLPSaved(residual, statistics, kept, norm, gate_up, down, "gelu")
             opcheck_named(BACKWARD, GatedMLPUpstream(dy.half(), dh, saved, needs))
+            if given == low_ranks:
+                low = (None, None) if kept is None else (torch.ones(3, 2, device=kernel_device).half(),) * 2
+                saved = GatedMLPSaved(residual, statistics, kept, norm, gate_up, down, "gelu", None, True, *low)
+                opcheck_named(BACKWARD, GatedMLPUpstream(dy.half(), dh, saved, needs))
 
 
 @pytest.mark.compile

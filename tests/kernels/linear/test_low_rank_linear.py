@@ -3,15 +3,23 @@ import torch
 
 from liger_models.kernels.frozen.products import dense
 from liger_models.kernels.frozen.weight import FrozenWeight
-from liger_models.kernels.linear.low_rank_linear import FORWARD, LowRankLinearInputs, low_rank_linear
-from liger_models.kernels.linear.projection import Projection, linear
+from liger_models.kernels.linear.low_rank_linear import (
+    BACKWARD,
+    FORWARD,
+    LowRankLinearGradients,
+    LowRankLinearInputs,
+    LowRankLinearSaved,
+    LowRankLinearUpstream,
+    low_rank_linear,
+)
+from liger_models.kernels.linear.projection import Projection, ProjectionGradients, linear
 from liger_models.kernels.matmul.batch_invariance import batch_invariant
 from liger_models.kernels.matmul.row_linear import MOST_RANKS
 
 from ...late import Late
 from ..frozen.test_nf4_linear import unrounded
 from ..frozen.test_weight import blocks, draw
-from ..oracle import opcheck_named
+from ..oracle import assert_close_to_truth, opcheck_named, run
 
 quantization = Late("torchao.quantization", "4-bit weights need torchao")
 
@@ -67,6 +75,33 @@ def test_matches_fp64(backend, kind):
         assert ((y.double() - want).abs() <= 2e-6 * magnitudes).all()
 
 
+@pytest.mark.parametrize("many_rows", [1, 1024])
+@KINDS
+def test_gradients_match_fp64(backend, kind, many_rows, monkeypatch, poisoned_empty):
+    """With few rows and with many, for which the forward keeps x @ Aᵀ."""
+    monkeypatch.setattr("liger_models.kernels.linear.projection.MANY_ROWS", many_rows)
+    (x, weight, bias, low_rank), exact = make(kind, 33, 5, backend, torch.float32)
+    inputs = [x, bias, *low_rank]
+    dy = draw(33, 1, 20, device=backend, dtype=torch.float32)
+    ours = lambda x, bias, A, B: low_rank_linear(x, weight, bias, (A, B))
+    theirs = lambda x, bias, A, B: linear(x, exact.to(x), bias, (A, B))
+    assert_close_to_truth(ours, theirs, inputs, [dy])
+
+
+@pytest.mark.parametrize("trained", [(0,), (1,), (2,), (3,), (0, 3)], ids=str)
+def test_only_needed_gradients_are_computed(kernel_device, trained, monkeypatch):
+    monkeypatch.setattr("liger_models.kernels.linear.projection.MANY_ROWS", 1)
+    (x, weight, bias, low_rank), _ = make("dense", 5, 4, kernel_device, torch.float32)
+    call = lambda x, bias, A, B: low_rank_linear(x, weight, bias, (A, B))
+    inputs = [x, bias, *low_rank]
+    dy = torch.randn(5, 1, 20, device=kernel_device)
+    everything = run(call, inputs, [dy])[1:]
+    leaves = [tensor.clone().requires_grad_(i in trained) for i, tensor in enumerate(inputs)]
+    call(*leaves).backward(dy)
+    for i, leaf in enumerate(leaves):
+        assert torch.equal(leaf.grad, everything[i]) if i in trained else leaf.grad is None
+
+
 @KINDS
 def test_bits_do_not_depend_on_the_batch(backend, kind):
     (x, *others), _ = make(kind, 3, 5, backend, torch.float16)
@@ -91,7 +126,14 @@ def test_real_sizes(kind, shape):
 @pytest.mark.parametrize("kind", ["dense", "nf4"])
 def test_opcheck(kernel_device, kind):
     (x, weight, bias, low_rank), _ = make(kind, 3, 4, kernel_device, torch.float32)
-    opcheck_named(FORWARD, LowRankLinearInputs(x, Projection(weight, bias, low_rank)))
+    projection = Projection(weight, bias, low_rank)
+    for keeps_low in (False, True):
+        opcheck_named(FORWARD, LowRankLinearInputs(x, projection, keeps_low))
+        every = ProjectionGradients(False, True, True, True)
+        low = x.flatten(0, -2) @ low_rank[0].t() if keeps_low else None
+        saved = LowRankLinearSaved(x, projection.without_bias(), low)
+        for needs in (LowRankLinearGradients(True, every), LowRankLinearGradients(False, every._replace(bias=False))):
+            opcheck_named(BACKWARD, LowRankLinearUpstream(torch.randn(3, 1, 20, device=x.device), saved, needs))
 
 
 def test_bad_arguments():

@@ -286,7 +286,9 @@ def test_opcheck(kernel_device, op):
     x, residual, weight, bias = (named[name] for name in ("x", "residual", "weight", "bias"))
     pair = [torch.randn(*size, device=kernel_device, requires_grad=True) for size in ((2, 24), (8, 2))]
     opcheck_named(FORWARD, NormLinearInputs(x, residual, norm, Projection(weight, bias)))
-    opcheck_named(FORWARD, NormLinearInputs(x, residual, norm, Projection(weight, bias, tuple(pair))))
+    for keeps_low in (False, True):
+        projection = Projection(weight, bias, tuple(pair))
+        opcheck_named(FORWARD, NormLinearInputs(x, residual, norm, projection, None, keeps_low))
     other = norm._replace(eps=1e-6, weight_offset=1.0, scale_in_fp32=True) if op is RMS else norm
     opcheck_named(FORWARD, NormLinearInputs(None, residual, other, Projection(weight)))
 
@@ -304,7 +306,8 @@ def test_opcheck(kernel_device, op):
     ):
         saved = NormLinearSaved(residual.detach(), statistics, norm, Projection(weight.detach().half(), None, of_pair))
         needs = NormLinearNeeds(stream, stream, of_norm, of_projection)
-        opcheck_named(BACKWARD, NormLinearUpstream(dy.half(), dh, saved, needs))
+        for low in (None, torch.ones(3, 2, device=kernel_device).half())[: 1 + (of_pair is not None)]:
+            opcheck_named(BACKWARD, NormLinearUpstream(dy.half(), dh, saved._replace(low=low), needs))
 
 
 def with_pair(function, names, **constants):

@@ -1,0 +1,202 @@
+"""The gated activation (see `gated_act`) of the sum of a matrix and a low-rank term.
+
+The sum ``u + l @ r``, with l [N, R] and r [R, 2 F], is neither stored nor rounded: each program computes the term for a
+tile, and adds it in fp32 to the tile of u that it has loaded. A separate product that adds the term would read and
+write all of u. Such a term is the one that LoRA adds to a gate and up projection. In the backward, the gradient dy may
+have a low-rank term, too, as the gradient of the input of an adapted down projection has::
+
+    u' = u + l @ r,    dy' = dy + dl @ dr
+
+    y     = gated_act(u')
+    du    = gated_act'(u') · dy'             the gradient of u and of u'
+
+Source: https://arxiv.org/abs/2002.05202, https://arxiv.org/abs/2106.09685.
+"""
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels.activation.gated_act import _activation
+from liger_models.kernels.dispatch import on_device_of, tl, triton
+from liger_models.kernels.overlap import await_previous, overlap
+from liger_models.kernels.tiles import cdiv, dot_precision, next_power_of_2
+
+ROWS, COLUMNS, NUM_WARPS = 64, 32, 4
+"""Number of rows and columns of the results per program, and number of warps per program."""
+
+MIN_RANKS = 16
+"""Minimum width of a tile, which matrix units require."""
+
+MOST_RANKS = 64
+"""Maximum R for which the kernels run. A program holds its part of l and r in registers and shared memory."""
+
+Term = tuple[Tensor, Tensor]
+"""The matrices l [N, R] and r [R, O] of a low-rank term ``l @ r``, with any strides."""
+
+
+@triton.jit
+def _load_term(
+    left_ptr, right_ptr, row, column, N, width, R, left_n, left_r, right_r, right_o, RANKS: tl.constexpr
+):  # fmt: skip
+    """Load the tiles of l [rows, RANKS] and r [RANKS, columns] whose product is a tile of the term."""
+    rank = tl.arange(0, RANKS)
+    inside = rank < R
+    left = tl.load(
+        left_ptr + row[:, None] * left_n + rank[None, :] * left_r, mask=(row < N)[:, None] & inside[None, :], other=0.0
+    )
+    right = tl.load(
+        right_ptr + rank[:, None] * right_r + column[None, :] * right_o,
+        mask=inside[:, None] & (column < width)[None, :],
+        other=0.0,
+    )
+    return left, right
+
+
+@triton.jit
+def _low_rank_gated_act_kernel(
+    u_ptr, y_ptr, left_ptr, right_ptr, N, F, R, left_n, left_r, right_r, right_o, ACT: tl.constexpr,
+    RANKS: tl.constexpr, DOT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    await_previous(OVERLAPS)
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    pair = tl.program_id(0) * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS)
+    left, right = _load_term(left_ptr, right_ptr, row, pair, N, 2 * F, R, left_n, left_r, right_r, right_o, RANKS)
+    inside = (row < N)[:, None] & (pair < 2 * F)[None, :]
+    u = tl.load(u_ptr + row[:, None] * (2 * F) + pair[None, :], mask=inside, other=0.0)
+
+    u = tl.dot(left, right, u.to(tl.float32), input_precision=DOT)
+    gate, up = tl.split(tl.reshape(u, [ROWS, COLUMNS, 2]))
+    a, _ = _activation(gate, ACT)
+    dtype = y_ptr.dtype.element_ty
+    inside = (row < N)[:, None] & (column < F)[None, :]
+    tl.store(y_ptr + row[:, None] * F + column[None, :], (a.to(dtype).to(tl.float32) * up).to(dtype), mask=inside)
+
+
+@triton.jit
+def _low_rank_gated_act_backward_kernel(
+    dy_ptr, u_ptr, du_ptr, y_ptr, left_ptr, right_ptr, d_left_ptr, d_right_ptr, N, F, R, left_n, left_r, right_r,
+    right_o, d_R, d_left_n, d_left_r, d_right_r, d_right_o, ACT: tl.constexpr, HAS_TERM: tl.constexpr,
+    HAS_D_TERM: tl.constexpr, STORE_Y: tl.constexpr, RANKS: tl.constexpr, D_RANKS: tl.constexpr, DOT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    pair = tl.program_id(0) * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS)
+
+    # Load everything before the first product, because the threads wait for each other in products.
+    if HAS_TERM:
+        left, right = _load_term(
+            left_ptr, right_ptr, row, pair, N, 2 * F, R, left_n, left_r, right_r, right_o, RANKS
+        )  # fmt: skip
+    if HAS_D_TERM:
+        d_left, d_right = _load_term(
+            d_left_ptr, d_right_ptr, row, column, N, F, d_R, d_left_n, d_left_r, d_right_r, d_right_o, D_RANKS
+        )
+    inside_u = (row < N)[:, None] & (pair < 2 * F)[None, :]
+    position_u = row[:, None] * (2 * F) + pair[None, :]
+    u = tl.load(u_ptr + position_u, mask=inside_u, other=0.0)
+    inside = (row < N)[:, None] & (column < F)[None, :]
+    position = row[:, None] * F + column[None, :]
+    dy = tl.load(dy_ptr + position, mask=inside, other=0.0).to(tl.float32)
+
+    u = u.to(tl.float32)
+    if HAS_TERM:
+        u = tl.dot(left, right, u, input_precision=DOT)
+    gate, up = tl.split(tl.reshape(u, [ROWS, COLUMNS, 2]))
+    if HAS_D_TERM:
+        # Compute each column of the term twice. Splitting the pairs of columns then gives the term the same layout as
+        # gate and up, without an exchange between threads.
+        twice = tl.reshape(tl.join(d_right, d_right), [D_RANKS, 2 * COLUMNS])
+        term = tl.dot(d_left, twice, input_precision=DOT)
+        term, _ = tl.split(tl.reshape(term, [ROWS, COLUMNS, 2]))
+        dy += term
+
+    a, slope = _activation(gate, ACT)
+    dtype = du_ptr.dtype.element_ty
+    a = a.to(dtype).to(tl.float32)
+    gradient = tl.reshape(tl.join((dy * up * slope).to(dtype), (dy * a).to(dtype)), [ROWS, 2 * COLUMNS])
+    tl.store(du_ptr + position_u, gradient, mask=inside_u)
+    if STORE_Y:
+        tl.store(y_ptr + position, (a * up).to(dtype), mask=inside)
+
+
+def takes_term(low_rank: tuple[Tensor, Tensor] | None) -> bool:
+    """Return whether the kernels can add the low-rank term of a projection, ``(A [R, C], B [O, R])``, or None."""
+    return low_rank is None or low_rank[0].shape[0] <= MOST_RANKS
+
+
+def low_rank_gated_act(u: Tensor, act: str, term: Term) -> Tensor:
+    """Compute ``gated_act(u + l @ r)`` inside an op.
+
+    Args:
+        u: [N, 2 F] float32, float16 or bfloat16, contiguous. Gates and ups are interleaved.
+        act: one of `gated_act.ACTIVATIONS`.
+        term: ``(l [N, R], r [R, 2 F])`` in the dtype of u. R is at most `MOST_RANKS`.
+
+    Returns:
+        [N, F] in the dtype of u.
+    """
+    N, F = u.shape[0], u.shape[1] // 2
+    y = u.new_empty(N, F)
+    if y.numel():
+        with on_device_of(u):
+            _low_rank_gated_act_kernel[_grid(N, F)](
+                u, y, *term, N, F, *_sizes(term), ACT=act, RANKS=_ranks(term), **_constants(u), **overlap(u)
+            )
+    return y
+
+
+def low_rank_gated_act_backward(
+    dy: Tensor,
+    u: Tensor,
+    act: str,
+    need_product: bool,
+    term: Term | None,
+    dy_term: Term | None,
+    *,
+    overwrite_u: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the gradient of u and, with ``need_product``, `low_rank_gated_act` of u, inside an op.
+
+    Args:
+        dy: [N, F], contiguous. It is overwritten with the second result.
+        u: as in `low_rank_gated_act`.
+        act: as in `low_rank_gated_act`.
+        need_product: whether the second result is needed.
+        term: as in `low_rank_gated_act`; None if nothing is added to u.
+        dy_term: ``(l [N, R], r [R, F])``, which is added to dy; None if nothing is added to dy.
+        overwrite_u: whether to write the gradient into u.
+
+    Returns:
+        ``(du, product)``, [N, 2 F] and [N, F], where the product is None without ``need_product``.
+    """
+    N, F = dy.shape
+    du = u if overwrite_u else torch.empty_like(u)
+    # Arguments that the kernel does not use must also be tensors and numbers.
+    terms = term or (u, u), dy_term or (u, u)
+    if dy.numel():
+        with on_device_of(u):
+            _low_rank_gated_act_backward_kernel[_grid(N, F)](
+                dy, u, du, dy, *terms[0], *terms[1], N, F, *_sizes(terms[0]), *_sizes(terms[1]), ACT=act,
+                HAS_TERM=term is not None, HAS_D_TERM=dy_term is not None, STORE_Y=need_product,
+                RANKS=_ranks(term), D_RANKS=_ranks(dy_term), **_constants(u),
+            )  # fmt: skip
+    return du, dy if need_product else None
+
+
+def _grid(N: int, F: int) -> tuple[int, int]:
+    return cdiv(F, COLUMNS), cdiv(N, ROWS)
+
+
+def _sizes(term: Term) -> tuple[int, ...]:
+    left, right = term
+    return left.shape[1], *left.stride(), *right.stride()
+
+
+def _ranks(term: Term | None) -> int:
+    return MIN_RANKS if term is None else max(next_power_of_2(term[0].shape[1]), MIN_RANKS)
+
+
+def _constants(u: Tensor) -> dict[str, object]:
+    return {"DOT": dot_precision(u), "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": NUM_WARPS}
