@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from liger_models.adapters.factors import find_rows, pack_factors
 from liger_models.adapters.lora_config import LoRAConfig
 from liger_models.adapters.lora_experts import LoRAExperts
 from liger_models.common.errors import is_traced
@@ -37,6 +36,7 @@ from liger_models.distributed.collectives import Group, all_reduce, sum_gradient
 from liger_models.kernels.dispatch import TRITON_DTYPES, use_triton
 from liger_models.kernels.frozen.products import quantized_linear
 from liger_models.kernels.frozen.weight import FrozenWeight
+from liger_models.kernels.linear.low_rank_factors import MOST_ADAPTERS, find_rows, pack_factors
 from liger_models.kernels.linear.low_rank_linear import low_rank_linear
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.layers.derived import derive
@@ -152,9 +152,10 @@ class LinearAdapters(nn.ModuleDict):
         are 0 in all rows outside of the adapter's matrix, so the product of B and A x computes all adapters at once.
         """
         adapters = self.by_name()
-        rows = [place for place in map(self.rows.get, adapters) if place is not None]
-        if len(rows) == len(adapters) and not is_traced() and not is_sharded(next(self.parameters())):
-            As, Bs = zip(*((adapter.lora_A, adapter.lora_B) for adapter in adapters.values()), strict=True)
+        if self._takes_kernel(adapters, dtype):
+            As = [adapter.lora_A for adapter in adapters.values()]
+            Bs = [adapter.lora_B for adapter in adapters.values()]
+            rows: Any = [self.rows[name] for name in adapters]
             return pack_factors(As, Bs, rows, sum(self.sizes.values()), self.config.scaling, dtype)
 
         r, R = self.config.r, self.config.r * len(adapters)
@@ -175,6 +176,19 @@ class LinearAdapters(nn.ModuleDict):
         if group is not None and self.sharded_dim != 1:
             A = sum_gradient(A, group)  # each rank has only a part of the rows of B, or of the tokens
         return A.to(dtype), self._pack(blocks).to(dtype)
+
+    def _takes_kernel(self, adapters: Mapping[str, Adapter], dtype: torch.dtype) -> bool:
+        """Return whether `pack_factors` supports the adapters."""
+        A = next(iter(adapters.values())).lora_A
+        return (
+            len(adapters) <= MOST_ADAPTERS
+            and type(A) is nn.Parameter  # not a DTensor or a fake tensor
+            and A.dtype in TRITON_DTYPES
+            and dtype in TRITON_DTYPES
+            and not is_traced()
+            and use_triton(A)
+            and all(self.rows[name] is not None for name in adapters)
+        )
 
     def dora_scale(self, W: Tensor, A: Tensor, B: Tensor) -> Tensor:
         """Return the factors by which DoRA multiplies the rows of the adapted weight, [O] fp32. The factor is 1 for

@@ -332,9 +332,12 @@ def _attribute(linear: nn.Module, name: str) -> Any:
     """Return an attribute of a layer, or None if the layer lacks the attribute.
 
     Only layers with adapters, frozen weights or float8 weights have the attributes that this module reads. For ordinary
-    linear layers, the function therefore returns None without a search, which would take a microsecond.
+    linear layers, the function therefore returns None without a search, which would take a microsecond. A search in
+    vain among the parameters, buffers and submodules of another layer would take several.
     """
-    return None if type(linear) in ORDINARY_LINEARS else getattr(linear, name, None)
+    cls = type(linear)
+    has_attribute = cls not in ORDINARY_LINEARS and (hasattr(cls, name) or name in linear.__dict__)
+    return getattr(linear, name) if has_attribute else None
 
 
 def float8_recipe(*linears: nn.Module) -> str | None:

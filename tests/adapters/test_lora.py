@@ -21,12 +21,12 @@ from liger_models.adapters import (
     unmerge_lora,
     without_adapters,
 )
-from liger_models.adapters.factors import Rows, find_rows
 from liger_models.adapters.lora_layers import LoRALinear, adapted_layers
 from liger_models.adapters.peft_files import peft_tensors
 from liger_models.arch import list_archs
 from liger_models.convert.tensors import hf_tensors, load_hf_tensors
 from liger_models.kernels.frozen.weight import FrozenWeight
+from liger_models.kernels.linear.low_rank_factors import Rows, find_rows
 from liger_models.layers.compile_ahead import never_ahead
 from liger_models.layers.frozen import frozen_format
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
@@ -116,17 +116,18 @@ def under_peft_names(model, values) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj", "up_proj"]], ids=str)
-def test_factors_are_packed_in_two_ways(targets, dtype):
-    """By `pack_factors`, and in the general way, which compiled code takes: the same bits, gradients included."""
-    layers = adapted_layers(llama(LoRAConfig(r=3, lora_alpha=7, target_modules=targets))).values()
+def test_factors_are_packed_in_two_ways(targets, dtype, kernel_device, poisoned_empty):
+    """By a kernel, and in the general way, which compiled code takes: the same bits, gradients included."""
+    model = llama(LoRAConfig(r=3, lora_alpha=7, target_modules=targets)).to(kernel_device)
+    layers = adapted_layers(model).values()
 
     def results(lora):
         A, B = lora.factors(dtype)
         grads = torch.autograd.grad(
-            (A.float() * torch.linspace(-1, 1, A.numel()).view_as(A)).sum()
-            + (B.float() * torch.linspace(-1, 2, B.numel()).view_as(B)).sum(),
+            (A.float() * torch.linspace(-1, 1, A.numel(), device=A.device).view_as(A)).sum()
+            + (B.float() * torch.linspace(-1, 2, B.numel(), device=A.device).view_as(B)).sum(),
             [*lora.parameters()],
         )
         return A, B, *grads
@@ -142,11 +143,11 @@ def test_factors_are_packed_in_two_ways(targets, dtype):
 
 def test_rows_of_a_packed_weight():
     for rows, expected in (
-        ([3], (1, 3, 4)),
-        ([2, 3, 4], (1, 2, 5)),
-        ([1, 3, 5, 7, 9, 11], (6, 1, 2)),
-        ([0, 1, 4, 5, 8, 9], (3, 0, 2)),
-        ([3, 7, 11], (3, 3, 4)),
+        ([3], (12, 3, 1)),
+        ([2, 3, 4], (12, 2, 3)),
+        ([1, 3, 5, 7, 9, 11], (2, 1, 1)),
+        ([0, 1, 4, 5, 8, 9], (4, 0, 2)),
+        ([3, 7, 11], (4, 3, 1)),
     ):
         assert find_rows(torch.tensor(rows), 12) == expected
         assert Rows(*expected).of(torch.arange(12)).flatten().tolist() == rows

@@ -52,6 +52,7 @@ from liger_models.kernels.frozen.products import quantized_linear
 from liger_models.kernels.frozen.weight import FORMATS, FrozenWeight
 from liger_models.kernels.linear.act_linear import ACTIVATIONS, act_linear
 from liger_models.kernels.linear.gated_mlp import gated_mlp
+from liger_models.kernels.linear.low_rank_factors import Rows, pack_factors
 from liger_models.kernels.linear.low_rank_linear import low_rank_linear
 from liger_models.kernels.linear.norm_linear import layer_norm_linear, rms_norm_linear
 from liger_models.kernels.linear_attention.gated_delta_rule import gated_delta_rule
@@ -229,6 +230,10 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
             pair = draw_(48, K).detach(), draw_(N, 48).detach()
             low_rank_linear(draw_(rows, K).detach(), weight, None, pair)
     differentiate(frozen_float8_linear(draw_(64, C), rounded))
+    for count in (1, 4):
+        pairs = [(draw(8, C, dtype=torch.float32), draw(16, 8, dtype=torch.float32)) for _ in range(count)]
+        rows = [Rows(2 * count, 2 * i, 2) for i in range(count)]
+        differentiate(pack_factors(*zip(*pairs, strict=True), rows, 16 * count, 2.0, dtype))
     if dtype == torch.bfloat16:  # other dtypes are dequantized
         operands = draw(64, C).to(torch.float8_e4m3fn), draw(64, dtype=torch.float32)
         for bias in (None, draw(64)):

@@ -122,23 +122,25 @@ def round_weight(weight: Tensor) -> FrozenWeight:
 
 
 @triton.jit
-def _transpose_kernel(code_ptr, out_ptr, rows, columns, TILE: tl.constexpr):
+def _transpose_kernel(code_ptr, out_ptr, one_ptr, rows, columns, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     code = tl.load(code_ptr + row[:, None] * columns + column[None, :], mask=mask, other=0)
     tl.store(out_ptr + column[:, None] * rows + row[None, :], tl.trans(code), mask=tl.trans(mask))
+    if tl.program_id(0) == 0:
+        tl.store(one_ptr + column, tl.full([TILE], 1.0, tl.float32), mask=column < columns)
 
 
-def transposed(codes: Tensor) -> Tensor:
-    """Return a transposed, contiguous copy [C, O] of codes [O, C]."""
+def transposed(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a transposed, contiguous copy [C, O] of codes [O, C], and its scales: fp32 ones, [C]."""
     rows, columns = codes.shape
-    out = codes.new_empty(columns, rows)
+    out, ones = codes.new_empty(columns, rows), codes.new_empty(columns, dtype=torch.float32)
     with on_device_of(codes):
         _transpose_kernel[(cdiv(rows, TILE), cdiv(columns, TILE))](
-            codes.view(torch.int8), out.view(torch.int8), rows, columns, TILE=TILE, num_warps=TILE_WARPS
+            codes.view(torch.int8), out.view(torch.int8), ones, rows, columns, TILE=TILE, num_warps=TILE_WARPS
         )
-    return out
+    return out, ones
 
 
 def converts(device: torch.device) -> bool:
@@ -218,8 +220,8 @@ def float8_input_product(dy: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
         return dy @ float8_dense(codes, scales, dy.dtype)
     # The product sums over the rows of W, so dy is multiplied by the scales of these rows before dy is rounded. The
     # hardware reads the second matrix of a product by columns, so the codes are transposed in memory.
-    ones = scales.new_ones(codes.shape[1])
-    return _scaled_mm(*quantize_rows(rows, scales), transposed(codes).t(), ones).view(*dy.shape[:-1], codes.shape[1])
+    copy, ones = transposed(codes)
+    return _scaled_mm(*quantize_rows(rows, scales), copy.t(), ones).view(*dy.shape[:-1], codes.shape[1])
 
 
 def _scaled_mm(codes: Tensor, scales: Tensor, others: Tensor, other_scales: Tensor) -> Tensor:

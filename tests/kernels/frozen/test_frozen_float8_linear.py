@@ -77,7 +77,9 @@ def test_rows_of_zeros_and_strided_rows(kernel_device):
 @pytest.mark.parametrize("shape", [(1, 1), (130, 300), (256, 128), (7, 129)], ids=str)
 def test_codes_are_transposed(kernel_device, shape, poisoned_empty):
     codes = draw(*shape, device=kernel_device).to(DTYPE)
-    assert torch.equal(transposed(codes).view(torch.uint8), codes.view(torch.uint8).t())
+    copy, ones = transposed(codes)
+    assert torch.equal(copy.view(torch.uint8), codes.view(torch.uint8).t())
+    assert torch.equal(ones, torch.ones_like(ones))
 
 
 def test_the_dense_weight_is_torchaos(backend):
