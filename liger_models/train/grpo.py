@@ -240,14 +240,13 @@ class GRPOObjective(Objective):
                     rounds = sum(row.rounds for row in rows)
                     drafted = torch.tensor([sum(map(len, answers)) - rounds, rounds], dtype=torch.float32, device="cpu")
                 return answers, [row.routed_experts for row in rows], [row.log_probs for row in rows], drafted
-            if self.replays:
-                raise ValueError(
-                    f"TrainOptions: replay_routing needs rollout, which records experts, but {refused}. Leave it out."
-                )
-            if self.deterministic:
-                raise ValueError(f"TrainOptions: deterministic_rollouts needs rollout, but {refused}. Leave it out.")
-            if self.rollout_dtype is not None:
-                raise ValueError(f"TrainOptions: rollout_dtype needs rollout, but {refused}. Leave it out.")
+            given = {
+                "replay_routing": self.replays,
+                "deterministic_rollouts": self.deterministic,
+                "rollout_dtype": self.rollout_dtype is not None,
+            }
+            for name in (name for name, is_given in given.items() if is_given):
+                raise ValueError(f"TrainOptions: {name} needs rollout, but {refused}. Leave it out.")
             # If FSDP gathers parameters in each forward, all ranks must run the same number of forwards, so no
             # answer may end early.
             ends: dict[str, Any] = {} if gathers or world_size() == 1 else {"eos_token_id": []}
