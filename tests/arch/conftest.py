@@ -1,8 +1,9 @@
-import copy
 from functools import cache
 
 import pytest
 import torch
+
+from ..copies import Copies
 
 
 @pytest.fixture(scope="session")
@@ -13,7 +14,7 @@ def root(tmp_path_factory):
 @pytest.fixture
 def pair(request, root):
     """(architecture, variant, the model in transformers, the same in this package)."""
-    return *request.param, *copy.deepcopy(_models(*request.param, root))
+    return *request.param, *_models(*request.param, root).make()
 
 
 @cache  # loading takes several times as long as copying
@@ -21,7 +22,7 @@ def _models(arch, variant, root):
     from .families import hf_model, load, make_folder  # not before pytest_configure: it defines kernels
 
     folder = make_folder(arch, variant, root)
-    return hf_model(folder), load(arch, folder)
+    return Copies((hf_model(folder), load(arch, folder)))
 
 
 @pytest.fixture

@@ -427,19 +427,25 @@ def take_longest_row(model) -> None:
 
 def hf_gradients(model) -> dict[str, Tensor]:
     """Return the gradients under the names of the checkpoint. They are saved as weights: transformers may pack some."""
-    gradients = copy.deepcopy(model)
     crossing = cross_blocks(dict(model.named_parameters()))
-    with torch.no_grad():
-        for (name, parameter), source in zip(gradients.named_parameters(), model.parameters(), strict=True):
+    parameters, buffers = [*model.parameters()], [*model.buffers()]
+    weights, constants = [parameter.data for parameter in parameters], [buffer.clone() for buffer in buffers]
+    try:
+        for name, parameter in model.named_parameters():
             chooses = name.endswith("e_score_correction_bias")  # a bias for the choice of experts alone
-            reached = source.requires_grad and not (chooses or is_tower(name) or name.startswith(crossing))
-            assert source.grad is not None or not reached, name
-            parameter.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
-        for buffer in gradients.buffers():
+            reached = parameter.requires_grad and not (chooses or is_tower(name) or name.startswith(crossing))
+            assert parameter.grad is not None or not reached, name
+            parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        for buffer in buffers:
             buffer.zero_()
-    with tempfile.TemporaryDirectory() as folder:
-        gradients.save_pretrained(folder)
-        return load_file(Path(folder) / "model.safetensors")
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            return load_file(Path(folder) / "model.safetensors")
+    finally:
+        for parameter, weight in zip(parameters, weights, strict=True):
+            parameter.data = weight
+        for buffer, constant in zip(buffers, constants, strict=True):
+            buffer.copy_(constant)
 
 
 def our_gradients(model: CausalLM, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
