@@ -69,7 +69,7 @@ def logits_of_steps(model, ids, mask):
         return torch.stack([logits_of(end) for end in range(T, T + NEW)])
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("pair", of_each_kind(FIRST_CASES) + MORE_CASES, indirect=True, ids="-".join)
 def test_pages_give_the_logits_of_the_other_cache(pair, step, monkeypatch):
     """Also for other prompts after them, of which nothing may be left."""

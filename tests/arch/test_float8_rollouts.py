@@ -29,6 +29,7 @@ def test_layers_name_the_linear_layers_that_they_have(case):
             assert isinstance(getattr(layer, name), nn.Linear), (type(layer).__name__, name)
 
 
+@pytest.mark.cases(15)
 @pytest.mark.parametrize("case", of_each_kind(FIRST_CASES), ids="-".join)
 def test_rollouts_in_float8(case):
     """The kernels are tested elsewhere."""

@@ -248,7 +248,7 @@ FUSED = [
 """Families whose steps run on the kernels for few rows, with a variant; None for the first one."""
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("arch", "variant"), FUSED, ids=lambda x: x or "first")
 def test_steps_of_few_rows_give_the_tokens_of_unfused_steps(

@@ -300,7 +300,7 @@ def test_compiled(pair, packed, compiler, fresh_dynamo):
         assert error(ours.get_parameter(name).grad, gradient) <= LIMIT, name
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.compile
 @one_case_of_each_kind
 def test_forward_and_backward_are_one_graph(pair, fresh_dynamo):

@@ -10,7 +10,7 @@ from liger_models.base.vision_language import placeholder_ids
 from liger_models.data import pack_answers
 from liger_models.layers.lm_head import select_tokens
 
-from .families import ARCHS, CASES, FIRST_CASES, LIMIT, beyond_settings, error, text_sizes, tiny
+from .families import ARCHS, CASES, FIRST_CASES, LIMIT, beyond_kinds, beyond_settings, error, text_sizes, tiny
 
 PROMPTS, ANSWERS = (9, 1, 14), (5, 12, 3, 1, 8, 6)
 """Numbers of tokens of the prompts, and of the two answers to each prompt."""
@@ -74,7 +74,9 @@ def values_and_gradients(model, function, prompts, answers):
     return values.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(("arch", "variant"), [pytest.param(*case, marks=beyond_settings(case)) for case in CASES])
+@pytest.mark.parametrize(
+    ("arch", "variant"), [pytest.param(*case, marks=beyond_settings(case) or beyond_kinds(case[0])) for case in CASES]
+)
 def test_answers_that_share_a_prompt_equal_answers_alone(arch, variant):
     model = build(arch, variant)
     prompts, answers = sample(model, text_sizes(arch, variant)["vocab_size"])

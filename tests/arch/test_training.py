@@ -50,7 +50,7 @@ class Training:
         self.losses.append(loss.item())
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(4)
 @pytest.mark.slow
 @one_case_of_each_kind
 def test_training_as_transformers(pair, tmp_path):

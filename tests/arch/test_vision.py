@@ -306,7 +306,7 @@ def padded_left(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return ids, kinds, batch.mask.flip(1)
 
 
-@pytest.mark.cases(30)
+@pytest.mark.cases(18)
 @one_video_case_each
 @every_batch
 def test_generate(pair, rows, use_cache):

@@ -221,6 +221,7 @@ def test_the_source_passes_the_linter(checkout, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "there", [f"liger_models/arch/{NAME}.py", f"liger_models/arch/{NAME}", f"tests/fixtures/{NAME}"]
 )

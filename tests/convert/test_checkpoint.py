@@ -23,6 +23,7 @@ from liger_models.convert.load import load_pretrained
 from liger_models.convert.tensors import get_hf_state_dict
 from liger_models.train import TrainOptions
 
+from .. import processes
 from ..late import transformers
 from .conftest import TINY, assert_same_bits, edit_json, read_tensors
 
@@ -65,6 +66,13 @@ def run(code: str, *arguments: object) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def run_fork(code: str, *arguments: object) -> str:
+    """Standard output of Python code in a process that has imported the package already."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "code.py").write_text(code)
+        return processes.run(Path(folder, "code.py"), *map(str, arguments), cwd=Path.cwd()).stdout
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -763,7 +771,7 @@ def test_a_full_disk(tmp_path: Path, exists: bool) -> None:
     if exists:
         tiny_model().save_pretrained(tmp_path / "out")
     before = listing(tmp_path)
-    message = run(NO_SPACE, tmp_path / "out")
+    message = run_fork(NO_SPACE, tmp_path / "out")
     assert f"{tmp_path / 'out'}: must be writable and have room for the files, got" in message
     assert "File too large" in message
     assert listing(tmp_path) == before
@@ -795,7 +803,7 @@ def test_a_read_only_target() -> None:
         for path in (folder / "out", folder):
             path.chmod(0o555)
         before = listing(folder)
-        lines = run(READ_ONLY, folder / "out", folder / "new").splitlines()
+        lines = run_fork(READ_ONLY, folder / "out", folder / "new").splitlines()
         assert len(lines) == 2
         for line, place in zip(lines, ("out", "new"), strict=True):
             assert f"{folder / place}: must be writable" in line

@@ -1,4 +1,5 @@
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from liger_models.arch.auto import AutoLigerModel
 from liger_models.arch.llama import LigerLlama, LlamaConfig
 from liger_models.convert import hub as hub_module
 
-from ..processes import torchrun
+from ..processes import environment
 from .conftest import TINY, assert_same_bits, edit_json, read_tensors
 from .hub_server import HubServer, Repo
 
@@ -297,14 +298,26 @@ def test_a_folder_is_no_name(hub: HubServer, tmp_path: Path, monkeypatch: pytest
 
 
 SCRIPT = """
+import json
+import os
 import sys
-from liger_models.arch.auto import AutoLigerModel
-try:
-    AutoLigerModel.from_hub(sys.argv[1], progress=False).save_pretrained(sys.argv[2])
-    print("loaded")
-except Exception as error:
-    print(type(error).__name__, error)
+import torch  # takes most of the time, and reads none of the client's variables
+
+assert "huggingface_hub" not in sys.modules
+for line in sys.stdin:
+    repo, out, variables = json.loads(line)
+    if os.fork() == 0:
+        os.environ |= variables
+        from liger_models.arch.auto import AutoLigerModel
+        try:
+            AutoLigerModel.from_hub(repo, progress=False).save_pretrained(out)
+            print(json.dumps("loaded"), flush=True)
+        except Exception as error:
+            print(json.dumps(f"{type(error).__name__} {error}"), flush=True)
+        os._exit(0)
+    os.wait()
 """
+"""Loads in processes that import the client, because the client reads its variables when it is imported."""
 
 
 @pytest.mark.slow
@@ -312,16 +325,21 @@ def test_the_clients_environment_variables_count(hub: HubServer, make_checkpoint
     source = make_checkpoint(max_shard_size="15KB")
     upload(hub, source, private=True)
     client = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": hub.token, "HF_HUB_OFFLINE": ""}
-    (tmp_path / "load.py").write_text(SCRIPT)
+    command = [sys.executable, "-c", SCRIPT]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment()
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
 
-    def load(out: str, **extra: str) -> str:
-        # The client reads them when it is imported: not in a fork.
-        return torchrun(0, "load.py", REPO, str(tmp_path / out), cwd=tmp_path, **client | extra).stdout
+        def load(out: str, **extra: str) -> str:
+            process.stdin.write(json.dumps([REPO, str(tmp_path / out), client | extra]) + "\n")
+            return json.loads(process.stdout.readline())
 
-    assert load("online") == "loaded\n"
-    asked = len(hub.requests)
-    assert load("offline", HF_HUB_OFFLINE="1") == "loaded\n"
-    empty = load("empty", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "empty"))
+        assert load("online") == "loaded"
+        asked = len(hub.requests)
+        assert load("offline", HF_HUB_OFFLINE="1") == "loaded"
+        empty = load("empty", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "empty"))
     assert empty.startswith("LocalEntryNotFoundError")
     assert "HF_HUB_OFFLINE" in empty
     assert len(hub.requests) == asked

@@ -45,7 +45,7 @@ def described(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, torch.Si
     return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
 
 
-@pytest.mark.cases(18)
+@pytest.mark.cases(10)
 @pytest.mark.slow
 @pytest.mark.parametrize(("arch", "variant"), [pytest.param(*case, marks=beyond_first(case)) for case in CASES])
 def test_out_and_back(arch: str, variant: str, tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def examine(tokenizer: Tokenizer, number: int, example: dict[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TAKE_TEXTS)
 def test_rows_of_chats(name: str) -> None:

@@ -4,11 +4,10 @@ import errno
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tracemalloc
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,12 @@ from unittest import mock
 import pytest
 import torch
 
+from liger_models import PackedDataset, Tokenizer
 from liger_models.data import tokens
 from liger_models.data.encoding import Encoder
 from liger_models.data.tokens import TokenFile, document_sizes
 
-from ..processes import environment, run
+from ..processes import FORKSERVER, run, start_forkserver
 from .examples import signature, texts, write
 
 ROOT = Path(__file__).parents[2]
@@ -61,44 +61,50 @@ def test_what_a_run_that_died_has_left_is_in_nobodys_way(make, tmp_path):
     assert made.is_dir()
 
 
-WAITING = """
-import sys
-from liger_models import PackedDataset, Tokenizer
-from liger_models.data.encoding import Encoder
-tokenize = Encoder._tokenize
-def wait(*arguments):
-    print("now", flush=True)
-    sys.stdin.readline()
-    return tokenize(*arguments)
-Encoder._tokenize = wait
-tokenizer = Tokenizer.from_pretrained(sys.argv[1])
-PackedDataset([{"text": "a"}], tokenizer, length=32, cache_dir=sys.argv[1] + "/cache", progress=False)
-"""
-"""Another process that tokenizes, and goes on after a line of input."""
+def tokenize_and_wait(folder: Path, pipe: Any) -> None:
+    """What another process does: tokenize, but first wait for a message."""
+    tokenize = Encoder._tokenize
+
+    def wait_and_tokenize(*arguments: Any) -> Any:
+        pipe.send("now")
+        pipe.recv()
+        return tokenize(*arguments)
+
+    Encoder._tokenize = wait_and_tokenize
+    tokenizer = Tokenizer.from_pretrained(folder)
+    PackedDataset([{"text": "a"}], tokenizer, length=32, cache_dir=folder / "cache", progress=False)
 
 
-def start_waiting(folder: Path, tokenizer: Any) -> "subprocess.Popen[str]":
+@contextmanager
+def waiting_process(folder: Path, tokenizer: Any) -> Iterator[tuple[Any, Any]]:
+    """Another process that tokenizes, and the pipe from which it takes the message to go on."""
     (folder / "tokenizer.json").write_text(tokenizer.backend.to_str())
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"chat_template": tokenizer.chat_template, **tokenizer.special_tokens})
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", WAITING, str(folder)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment(),
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdout.readline() == "now\n"
-    return process
+    start_forkserver()
+    pipe, other = FORKSERVER.Pipe()
+    process = FORKSERVER.Process(target=tokenize_and_wait, args=(folder, other))
+    process.start()
+    try:
+        assert pipe.poll(60)
+        assert pipe.recv() == "now"
+        yield process, pipe
+    finally:
+        process.kill()
+        process.join()
 
 
 @pytest.mark.slow
 def test_hosts_that_share_a_cache_tokenize_once(make, tmp_path, tokenizer, monkeypatch):
-    with start_waiting(tmp_path, tokenizer) as process, ThreadPoolExecutor() as pool:
+    with waiting_process(tmp_path, tokenizer) as (process, pipe), ThreadPoolExecutor() as pool:
         monkeypatch.setattr(TokenFile, "write", None)
         here = pool.submit(lambda: make([{"text": "a"}]))
         assert not wait([here], timeout=0.5).done, "the lock of the other one is held"
-        process.communicate("\n")
+        pipe.send("go on")
         assert len(here.result()) == 1
+        process.join()
+        assert process.exitcode == 0
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
@@ -245,11 +251,12 @@ def test_a_damaged_cache_says_what_to_delete(make, tmp_path, damage):
 
 @pytest.mark.slow
 def test_what_killed_tokenization_has_left_is_removed(make, tmp_path, tokenizer):
-    with start_waiting(tmp_path, tokenizer) as process:
+    with waiting_process(tmp_path, tokenizer) as (process, _):
         make(texts(3))
         names = {path.name for path in (tmp_path / "cache").iterdir()}
         assert len(names) == 3, "what the living process writes is left to it"
-        process.send_signal(signal.SIGKILL)
+        process.kill()
+        process.join()
     make(texts(4))
     assert [path for path in (tmp_path / "cache").iterdir() if path.name.startswith(".")] == []
     assert len(list((tmp_path / "cache").iterdir())) == 2

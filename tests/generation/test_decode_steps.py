@@ -386,7 +386,7 @@ def captures(device, monkeypatch):
     return found
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_replayed_steps_are_ordinary_steps(arch, device, captures, monkeypatch):
     """For prompts of several lengths on one graph: the tokens of ordinary steps, and of the other cache."""
@@ -592,7 +592,7 @@ def test_prompts_are_padded_little(T):
     assert padded_length(T) % 16 == 0
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("arch", "variant"), [*((arch, None) for arch in FAMILIES), ("phi3", "longrope-partial")])
 def test_a_step_grows_with_its_rows(arch, variant, device, captures, monkeypatch):
     """Also one whose rows share pages, or whose frequencies switch: the tokens of a step with room for all of them."""

@@ -77,7 +77,7 @@ def assert_same_bits(model, prompts, new, ways, **options):
 WAYS = [{}, {"batch_size": 3, "chunk_size": 7, "steps_per_read": 2}, {"batch_size": 1}]
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("arch", FAMILIES)

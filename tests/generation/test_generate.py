@@ -21,6 +21,7 @@ from ..text.folders import pair as tokenizers_in
 from .models import NEW, PROMPTS, SIZES, VARIANTS, VOCAB, _rope, every_variant, padded
 
 
+@pytest.mark.cases(12)
 @every_variant
 def test_greedy_tokens_are_those_of_transformers(pair, variant, use_cache):
     theirs, ours = pair(variant)

@@ -267,6 +267,7 @@ def assert_recorded(model, prompts, found, repeats=1):
         assert torch.equal(row.routed_experts[-1], torch.full_like(want[-1], -1))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("arch", ["mixtral", "gpt_oss", "qwen3_moe", "qwen3_next", "qwen3_vl_moe"])
 def test_a_rollout_records_what_a_forward_over_the_row_chooses(arch):
     """Through chunks, packed prompts, rows that wait, stop tokens and steps of fewer rows; and nothing else changes."""
@@ -291,6 +292,7 @@ def test_rows_of_one_prompt_have_its_experts(batch_size):
     assert_recorded(model, prompts, found, repeats=4)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_rows_that_are_put_back_pass_the_same_experts(removed, monkeypatch, repeats):
     """Their choice is recorded once, and given to the forward that computes them again."""

@@ -32,7 +32,7 @@ def reload(model, folder, **options):
 # The configuration
 
 
-@pytest.mark.cases(18)
+@pytest.mark.cases(11)
 @every_family
 def test_an_edited_constant_is_computed_with(hf, tmp_path):
     """As by a model that is loaded with it."""
@@ -285,7 +285,7 @@ def test_a_loss_of_ones_own(hf):
 # Freezing
 
 
-@pytest.mark.cases(14)
+@pytest.mark.cases(8)
 @one_family_of_each_kind
 def test_freezing_the_body_leaves_the_head(hf):
     arch, variant, theirs, ours = hf

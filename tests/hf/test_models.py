@@ -43,7 +43,7 @@ def experts(arch: str, variant: str) -> bool:
     return "num_experts_per_tok" in text_sizes(arch, variant)
 
 
-@pytest.mark.cases(18)
+@pytest.mark.cases(11)
 @every_family
 def test_logits_loss_gradients_and_checkpoint(hf, tmp_path):
     arch, variant, theirs, ours = hf
@@ -89,7 +89,7 @@ def test_logits_loss_gradients_and_checkpoint(hf, tmp_path):
     assert ours.load_state_dict(ours.state_dict()) == ([], [])
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(5)
 @one_family_of_each_kind
 def test_generation(hf):
     arch, variant, theirs, ours = hf

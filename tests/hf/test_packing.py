@@ -27,7 +27,7 @@ def alone(theirs, ids: Tensor) -> Tensor:
     return sum(theirs(row, labels=row, num_items_in_batch=targets).loss for row in rows)
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(7)
 @one_text_family_of_each_kind
 def test_positions_that_start_anew_are_documents(hf):
     arch, variant, theirs, ours = hf

@@ -114,7 +114,7 @@ def assert_saves_a_checkpoint(run: Any) -> None:
     assert error(loaded(ids).logits, run.model.eval()(ids).logits) <= LIMIT
 
 
-@pytest.mark.cases(14)
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("hf", of_each_kind(FIRST_CASES), indirect=True, ids="-".join)
 def test_the_head_that_trl_gives_a_model(hf):
     """It calls the body, and computes the loss from the head's weight and the configuration."""

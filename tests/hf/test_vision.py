@@ -88,7 +88,7 @@ def batch_of(ours: Any, family: str, rows: str) -> tuple[torch.Tensor, torch.Ten
     return to_the_right(batch.ids), batch.mask.flip(1), labels, batch.inputs | types
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     ("hf", "rows"), CASES, indirect=["hf"], ids=lambda part: part if isinstance(part, str) else part[0]
 )
@@ -120,7 +120,7 @@ def test_images(hf, rows, reasons):
     assert reasons == [None, None]  # beam search has a loop of its own
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(7)
 @pytest.mark.parametrize(
     ("hf", "rows"), CASES, indirect=["hf"], ids=lambda part: part if isinstance(part, str) else part[0]
 )
@@ -147,7 +147,7 @@ CROPPABLE = [case for case, _ in CASES if case[0] != "lfm2_vl"]
 """Families without states of convolutions, from which rejected tokens cannot be removed."""
 
 
-@pytest.mark.cases(9)
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("hf", dict.fromkeys(CROPPABLE), indirect=True, ids="-".join)
 def test_an_assistant_sees_the_images(hf):
     """A draft of the same model is accepted whole; one that sees no images would end elsewhere."""
@@ -185,7 +185,7 @@ def test_an_assistant_of_texts_gets_no_images(hf, root):
 @pytest.mark.parametrize(
     ("hf", "rows"), CASES, indirect=["hf"], ids=lambda part: part if isinstance(part, str) else part[0]
 )
-@pytest.mark.cases(12)
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("first", [{}, {"output_hidden_states": True}], ids=["engine", "loop"])
 def test_a_second_turn_continues_from_the_cache(hf, rows, first):
     """The second turn has no pixels; its tokens are those after the whole conversation with all pixels."""

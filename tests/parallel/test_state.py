@@ -462,6 +462,7 @@ def damage(path: Path, how: str) -> None:
     path.write_bytes({"empty": b"", "short": content[: len(content) // 2], "zeros": bytes(len(content))}[how])
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("how", ["empty", "short", "zeros"])
 @pytest.mark.parametrize("file", FILES)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it(tmp_path, file, how):
@@ -489,6 +490,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it(tmp_path, file, how
         load_state(tmp_path, *run.parts, step=1)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("file", FILES)
 def test_overwritten_bytes(tmp_path, file, share):

@@ -38,6 +38,11 @@ def definitions(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, Defini
 
 
 @cache
+def statements(file: Path) -> list[ast.stmt]:
+    return ast.parse(file.read_text(encoding="utf-8")).body
+
+
+@cache
 def public() -> dict[str, Definition]:
     """What has a docstring; test_package.py and the linter see to it that functions and classes have one."""
     found = {}
@@ -45,14 +50,13 @@ def public() -> dict[str, Definition]:
         parts = [PACKAGE.name, *file.relative_to(PACKAGE).with_suffix("").parts]
         if file.name == "__init__.py" or not file.name.startswith("_"):
             module = ".".join(parts).removesuffix(".__init__")
-            found |= dict(definitions(ast.parse(file.read_text(encoding="utf-8")).body, module))
+            found |= dict(definitions(statements(file), module))
     return {name: node for name, node in found.items() if ast.get_docstring(node)}
 
 
 @cache
 def classes() -> dict[str, ast.ClassDef]:
-    bodies = [ast.parse(file.read_text(encoding="utf-8")).body for file in FILES]
-    return {node.name: node for body in bodies for node in body if isinstance(node, ast.ClassDef)}
+    return {node.name: node for file in FILES for node in statements(file) if isinstance(node, ast.ClassDef)}
 
 
 def arguments(node: Definition) -> set[str]:

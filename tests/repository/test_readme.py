@@ -5,6 +5,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import metadata
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from liger_models import LigerLlama, LlamaConfig
 from liger_models.arch import built_in
+from liger_models.arch.qwen3_5.text import Qwen3_5TextConfig
 from liger_models.base import causal_lm
 from liger_models.retrieval import settings
 from liger_models.text import tokenizer
@@ -108,9 +110,13 @@ def transformers_own():
 
 
 @every_page
-def test_python_blocks_run(page, request, tiny_hub, own_registry, transformers_own, capsys):
+def test_python_blocks_run(page, request, tiny_hub, own_registry, transformers_own, capsys, monkeypatch):
     if page.name == "vision.md":
         request.getfixturevalue("vision_hub")
+    if page.name == "medusa.md":  # its configuration has the defaults of the released models
+        sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
+        config = partial(Qwen3_5TextConfig, linear_value_head_dim=16, num_attention_heads=4, head_dim=32, **sizes)
+        monkeypatch.setattr("liger_models.arch.qwen3_5.text.Qwen3_5TextConfig", config)
     if page.name == "fp8.md":
         pytest.importorskip("torchao", reason="float8 training needs torchao: pip install 'liger_models[fp8]'")
     if page.name == "gguf.md":

@@ -185,7 +185,7 @@ def test_models_without_a_config_have_the_published_number_of_parameters():
     assert counts == published
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", generate.MODELS, ids=lambda model: model.folder)
 def test_the_files_fit(model):

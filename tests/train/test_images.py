@@ -176,6 +176,7 @@ def test_answers_about_images_are_sampled_and_rewarded(folder, family, monkeypat
     assert rows[1]["pixels"]["pixel_values"].equal(alone["pixel_values"])
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_that_share_a_prompt_with_images(folder, family, monkeypatch, sharing):  # noqa: F811
     """The images of a prompt are seen once for all of its answers, with the same loss and gradients."""

@@ -39,6 +39,7 @@ def test_adapters_do_not_resume_on_their_merged_model(folder, tmp_path):  # noqa
     resume(folder, str(tmp_path / "run"), "sft", "text", model=str(tmp_path / "moved"), **given)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("objective", "data", "begun", "other"),
     [

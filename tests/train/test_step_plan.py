@@ -141,7 +141,7 @@ def fail(monkeypatch) -> Callable[..., list[str]]:
     return arrange
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(
     "options",

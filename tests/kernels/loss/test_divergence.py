@@ -87,6 +87,7 @@ def test_parts_of_the_loss(backend, kind):
     torch.testing.assert_close(ignoring_0.loss, want.loss)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradcheck_in_fp64(kind):
     with reference_backend():
