@@ -1,4 +1,8 @@
+from functools import cache
+
 import pytest
+
+from ..copies import Copies
 
 
 @pytest.fixture(scope="session")
@@ -20,10 +24,14 @@ def reasons(monkeypatch):
 @pytest.fixture
 def hf(request, root):
     """(architecture, variant, the model in transformers, the same through `liger_models.hf`)."""
+    return *request.param, *_models(*request.param, root).make()
+
+
+@cache  # loading takes several times as long as copying
+def _models(arch, variant, root):
     from liger_models.hf.auto import model_class
 
     from ..arch.families import hf_model, make_folder  # not before pytest_configure: it defines kernels
 
-    arch, variant = request.param
     folder = make_folder(arch, variant, root)
-    return arch, variant, hf_model(folder), model_class(arch).from_pretrained(folder)
+    return Copies((hf_model(folder), model_class(arch).from_pretrained(folder)))
