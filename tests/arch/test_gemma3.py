@@ -254,6 +254,7 @@ def test_compiled_in_one_graph(pair, fresh_dynamo):
     assert_one_graph(ours, compiled, ids, labels=labels, attention_mask=mask, pixel_values=pixels)
 
 
+@pytest.mark.cases(1)
 @one_case_each
 def test_kernels_match_transformers(pair, kernel_device, root):
     _, _, theirs, ours = pair

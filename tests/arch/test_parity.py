@@ -334,7 +334,7 @@ def test_export_reloads_in_transformers_bit_for_bit(pair, tmp_path):
     assert torch.equal(again(ids).logits, theirs(ids).logits)
 
 
-@pytest.mark.cases(18)
+@pytest.mark.cases(11)
 @one_case_of_each_family
 def test_what_transformers_holds_in_memory_is_read(pair, tmp_path):
     """The names and shapes of its parameters, which it writes on demand, give the same model as the hub's."""
@@ -408,7 +408,7 @@ def test_cast_keeps_the_rotary_tables(pair):
     assert all(torch.equal(a, b) for a, b in zip(tables(ours.half().to("cpu")), want, strict=True))
 
 
-@pytest.mark.cases(15)
+@pytest.mark.cases(9)
 @one_case_each
 def test_more_tokens(pair, tmp_path):
     """With more rows, new tokens among them, saved and read by transformers; then with as few as before."""

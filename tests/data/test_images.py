@@ -51,7 +51,7 @@ def total_alone(model, chats):
     return sum(summed(model, alone(model, messages)) for messages in chats)
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(5)
 def test_packed_rows_have_the_loss_of_their_documents_alone(model, make, tmp_path):
     paths = save_pictures(tmp_path)
     chats = [
@@ -295,7 +295,7 @@ def test_resuming_at_every_batch_on_other_ranks_and_in_workers(qwen, make, tmp_p
         texts.load_state_dict(state)
 
 
-@pytest.mark.cases(15)
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("stream", [False, True], ids=["sized", "stream"])
 def test_an_image_is_never_split(model, make, tmp_path, stream):
     path = save_pictures(tmp_path, 1)[0]

@@ -115,6 +115,7 @@ def test_pairs_with_and_without_images(model):
     assert model(**got).loss.isfinite()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_pairs_with_videos(family, tmp_path):
     """Each row is what the packed data make of its chat."""

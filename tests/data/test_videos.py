@@ -152,6 +152,7 @@ def alone(model, file, numbers, rate):
     return batch
 
 
+@pytest.mark.cases(3)
 def test_packed_videos_have_the_loss_of_their_documents_alone(model, make, tmp_path):
     """Beside an image and a text in one row; frames are counted in a header (mp4) or by packets (Matroska)."""
     clips = [save_clip(tmp_path / "a.mp4", 25), save_clip(tmp_path / "b.mkv", 16, (32, 64))]

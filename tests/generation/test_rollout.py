@@ -177,7 +177,7 @@ def test_a_tensor_of_prompts(model):
 # --- the scheduler ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("more", [0, 1, 2])
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_rows_that_find_no_page_are_put_back(model, pools, monkeypatch, more, repeats):

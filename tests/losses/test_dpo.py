@@ -57,6 +57,7 @@ def test_dpo_head_and_reference(backend, reference, with_bias, head):
     assert_matches(bound(loss, target, **kwargs), plain, inputs(ROWS)[: 2 + with_bias], backend, 2e-6)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.compile
 @pytest.mark.parametrize("average", [False, True])
 def test_compiled(average):

@@ -126,7 +126,7 @@ def test_progress_bars_of_the_first_rank_only(two, tmp_path):
     assert others == [("", False)]
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("arch", LAYOUTS)
 def test_each_rank_reads_its_rows(two, folders, arch, dtype):

@@ -50,7 +50,7 @@ def spread_once(cases: list[tuple[str, Any]]) -> list[dict[str, Any]]:
     return [averaged(once(spread(build(*case)))) for case in cases]
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("arch", of_each_kind(list_archs()))
 def test_every_architecture(two, arch):
     cases = [(arch, config) for config in configs_of(arch)[:2]]
@@ -70,7 +70,7 @@ def train_spread(case: tuple[str, Any], policy: str, packed: bool, dp: int) -> d
     return train(model, packed=packed, dp=(mesh["dp"].get_local_rank(), dp))
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("name", "policy", "packed"),
     [

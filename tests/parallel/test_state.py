@@ -566,6 +566,7 @@ def stop_while_saving(folder: Path, point: str, background: bool, pipe: Connecti
         save_state(folder, 2, *run.parts, background=background).result()
 
 
+@pytest.mark.cases(4)
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ def spread(groups: int) -> dict[str, Any]:
     return results | {"gradients": {name: mean(gradient) for name, gradient in results["gradients"].items()}}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("groups", GROUPS)
 def test_heads_over_ranks(four, groups):
     expected = once(build(*case(groups)))
