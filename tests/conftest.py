@@ -132,8 +132,8 @@ FINISHED = itertools.count(1)
 
 
 def pytest_runtest_logfinish() -> None:
-    """Every fifty tests, exclude the modules and models that the last ones have left, too."""
-    if next(FINISHED) % 50 == 0:
+    """Every hundred tests, exclude the modules and models that the last ones have left, too."""
+    if next(FINISHED) % 100 == 0:
         leave_out_of_collections()
 
 

@@ -116,6 +116,7 @@ def test_requests_of_the_harness_are_timed(way, few, tmp_path, monkeypatch):
     assert row["loglikelihood_s"] > 0
 
 
+@pytest.mark.matrix  # the test below times a process, too, with the training left out
 @pytest.mark.slow
 def test_the_first_step_of_a_process(few, tmp_path, monkeypatch):
     """With empty caches and with full ones; a process that makes no step is an error."""

@@ -19,7 +19,7 @@ import sysconfig
 from examples import demo
 
 sysconfig.get_path = lambda _: "library"
-demo.EVAL_BATCHES = 8
+demo.EVAL_BATCHES, demo.VOCAB = 4, 1024
 demo.main()
 """
 
