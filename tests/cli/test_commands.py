@@ -345,8 +345,7 @@ def test_generate(folder):
     stopped = want[: want.index(want[3]) + 1]
     assert run("generate", "model", "Hello", *options, "--stop", want[3]).startswith(stopped)
     assert len(run("generate", "model", "Hello", *options, "--stop", want[3])) < len(want)
-    sample = ["--sample", "--max-new-tokens", "64", "--device", "cpu"]
-    drawn = [run("generate", "model", "Hello", *sample, "--seed", seed) for seed in "778"]
+    drawn = [run("generate", "model", "Hello", "--sample", "--seed", seed, "--device", "cpu") for seed in "778"]
     assert drawn[0] == drawn[1] != drawn[2]
     assert run("generate", "model", "Hello", *options, "--draft-model", "model") == want + "\n"
     shutil.copytree("model", "other")
@@ -354,9 +353,9 @@ def test_generate(folder):
     Tokenizer(words).save("other/tokenizer.json")
     message = run("generate", "model", "Hello", *options, "--draft-model", "other", code=2)
     assert "--draft-model must have the tokenizer of model, got another vocabulary in other" in message
-    sampled = run("generate", "model", "Hello", *sample, "--seed", "7", "--draft-model", "model")
+    sampled = run("generate", "model", "Hello", "--sample", "--seed", "7", "--draft-model", "model", "--device", "cpu")
     assert sampled != drawn[0]  # from `seed`, which drafts need
-    ids = model.generate("Hello", max_new_tokens=64, do_sample=True, seed=7)
+    ids = model.generate("Hello", max_new_tokens=256, do_sample=True, seed=7)
     assert sampled == model.tokenizer.decode(ids[0, len(model.tokenizer.encode("Hello")) :]) + "\n"
     for option, flags in (
         ({"do_sample": True, "top_k": 2}, ["--sample", "--top-k", "2", "--seed", "7"]),

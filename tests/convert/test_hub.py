@@ -315,7 +315,7 @@ for line in sys.stdin:
         except Exception as error:
             print(json.dumps(f"{type(error).__name__} {error}"), flush=True)
         os._exit(0)
-    os.wait()
+    assert os.wait()[1] == 0
 """
 """Loads in processes that import the client, because the client reads its variables when it is imported."""
 
