@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from liger_models.kernels.dispatch import on_device_of, tl, triton
 from liger_models.kernels.tiles import cdiv
@@ -145,6 +146,7 @@ class _PackFactors(torch.autograd.Function):
         return A, B
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dA: Tensor, dB: Tensor) -> Any:
         gradients = [dA.new_empty(shape, dtype=dtype) for shape, dtype in ctx.like]
         count = len(ctx.rows)

@@ -292,8 +292,9 @@ def linear_forward(
         return linear(x, weight, bias, low_rank)
 
     x, bias = x.to(weight.dtype), None if bias is None else bias.to(weight.dtype)
-    # A decoding step has few rows. One kernel then reads W once and adds the low-rank term.
-    rows = few_rows(x, weight, bias, low_rank=low_rank)
+    # A decoding step has few rows. One kernel then reads W once and adds the low-rank term. If the caller has computed
+    # x @ Aᵀ, there are many rows.
+    rows = few_rows(x, weight, bias, low_rank=low_rank) if low is None else None
     if rows is not None:
         return rows[0]
 

@@ -86,6 +86,12 @@ def test_gradients_match_fp64(backend, kind, many_rows, monkeypatch, poisoned_em
     ours = lambda x, bias, A, B: low_rank_linear(x, weight, bias, (A, B))
     theirs = lambda x, bias, A, B: linear(x, exact.to(x), bias, (A, B))
     assert_close_to_truth(ours, theirs, inputs, [dy])
+    if kind == "dense":  # a trained weight
+        ours, theirs = (
+            lambda x, bias, A, B, W, function=function: function(x, W, bias, (A, B))
+            for function in (low_rank_linear, linear)
+        )
+        assert_close_to_truth(ours, theirs, [*inputs, weight], [dy])
 
 
 @pytest.mark.parametrize("trained", [(0,), (1,), (2,), (3,), (0, 3)], ids=str)
