@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from liger_models.adapters.lora_config import LoRAConfig
@@ -33,7 +34,7 @@ from liger_models.adapters.lora_experts import LoRAExperts
 from liger_models.common.errors import is_traced
 from liger_models.convert.weight_map import Expression, Name
 from liger_models.distributed.collectives import Group, all_reduce, sum_gradient
-from liger_models.kernels.dispatch import TRITON_DTYPES, use_triton
+from liger_models.kernels.dispatch import HAS_TRITON, TRITON_DTYPES, use_triton
 from liger_models.kernels.frozen.products import quantized_linear
 from liger_models.kernels.frozen.weight import FrozenWeight
 from liger_models.kernels.linear.low_rank_factors import MOST_ADAPTERS, find_rows, pack_factors
@@ -179,16 +180,16 @@ class LinearAdapters(nn.ModuleDict):
 
     def _takes_kernel(self, adapters: Mapping[str, Adapter], dtype: torch.dtype) -> bool:
         """Return whether `pack_factors` supports the adapters."""
-        A = next(iter(adapters.values())).lora_A
-        return (
-            len(adapters) <= MOST_ADAPTERS
-            and type(A) is nn.Parameter  # not a DTensor or a fake tensor
-            and A.dtype in TRITON_DTYPES
-            and dtype in TRITON_DTYPES
-            and not is_traced()
-            and use_triton(A)
-            and all(self.rows[name] is not None for name in adapters)
-        )
+        if len(adapters) > MOST_ADAPTERS or is_traced() or not HAS_TRITON:
+            return False
+        if any(self.rows[name] is None for name in adapters):
+            return False
+        matrices = [matrix for adapter in adapters.values() for matrix in (adapter.lora_A, adapter.lora_B)]
+        like = matrices[0]
+        for matrix in matrices:
+            if type(matrix) is not nn.Parameter or matrix.dtype != like.dtype:  # such as DTensors and fake tensors
+                return False
+        return like.dtype in TRITON_DTYPES and dtype in TRITON_DTYPES and use_triton(like)
 
     def dora_scale(self, W: Tensor, A: Tensor, B: Tensor) -> Tensor:
         """Return the factors by which DoRA multiplies the rows of the adapted weight, [O] fp32. The factor is 1 for
@@ -258,10 +259,18 @@ class LinearAdapters(nn.ModuleDict):
         return packed.chunk(group.size)[group.rank] if self.sharded_dim == 0 else packed
 
 
+def _is_transformed() -> bool:
+    """Return whether a ``torch.func`` transform or forward-mode differentiation is active, which ops do not support."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
 def takes_adapters(x: Tensor, dtype: torch.dtype) -> bool:
     """Whether `low_rank_linear` supports x [..., C] and a weight in ``dtype``."""
     return (
         not (torch.is_autocast_enabled(x.device.type) or is_batch_invariant())
+        and not (torch.is_grad_enabled() and _is_transformed())
         and x.dtype in TRITON_DTYPES
         and dtype == x.dtype
         and use_triton(x)

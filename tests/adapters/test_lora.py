@@ -141,6 +141,37 @@ def test_factors_are_packed_in_two_ways(targets, dtype, kernel_device, poisoned_
             assert torch.equal(ours, want)
 
 
+@pytest.mark.parametrize("trained", ["lora_A", "lora_B", ""])
+def test_factors_of_untrained_adapters_need_no_gradient(kernel_device, trained):
+    model = llama(LoRAConfig(r=3)).to(kernel_device)
+    for lora in (layer.lora for layer in adapted_layers(model).values()):
+        for name, parameter in lora.named_parameters():
+            parameter.requires_grad_(bool(trained) and name.endswith(trained))
+        A, B = lora.factors(torch.float32)
+        assert (A.requires_grad, B.requires_grad) == (trained == "lora_A", trained == "lora_B")
+        if trained:
+            (A.sum() + B.sum()).backward()
+            for name, parameter in lora.named_parameters():
+                expected = torch.full_like(parameter, 1.0 if trained == "lora_A" else lora.config.scaling)
+                assert torch.equal(parameter.grad, expected) if name.endswith(trained) else parameter.grad is None
+
+
+def test_factors_have_no_second_derivative(kernel_device):
+    lora = llama(LoRAConfig(r=3)).to(kernel_device).layers[0].self_attn.qkv_proj.lora
+    A, B = lora.factors(torch.float32)
+    loss = (A * A).sum() + (B * B).sum()
+    gradients = torch.autograd.grad(loss, [*lora.parameters()], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        sum(gradient.sum() for gradient in gradients).backward()
+
+
+def test_adapters_of_two_dtypes_are_refused(kernel_device):
+    lora = llama(LoRAConfig(r=3)).to(kernel_device).layers[0].self_attn.qkv_proj.lora
+    lora["k_proj"].half()
+    with pytest.raises(ValueError, match=r"one dtype, got torch\.float16, torch\.float32"):
+        lora.factors(torch.float32)
+
+
 def test_rows_of_a_packed_weight():
     for rows, expected in (
         ([3], (12, 3, 1)),

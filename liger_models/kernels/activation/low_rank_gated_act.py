@@ -7,8 +7,8 @@ have a low-rank term, too, as the gradient of the input of an adapted down proje
 
     u' = u + l @ r,    dy' = dy + dl @ dr
 
-    y     = gated_act(u')
-    du    = gated_act'(u') · dy'             the gradient of u and of u'
+    y = gated_act(u')
+    du                                       the gradient of y with respect to u', multiplied by dy'
 
 Source: https://arxiv.org/abs/2002.05202, https://arxiv.org/abs/2106.09685.
 """
@@ -53,14 +53,23 @@ def _load_term(
 
 
 @triton.jit
+def _tile(F, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the rows of the program's tile of the results, and its first column."""
+    # The grid has one dimension, because the others have at most 65,535 programs.
+    across = tl.cdiv(F, COLUMNS)
+    row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    return row, tl.program_id(0) % across * COLUMNS
+
+
+@triton.jit
 def _low_rank_gated_act_kernel(
     u_ptr, y_ptr, left_ptr, right_ptr, N, F, R, left_n, left_r, right_r, right_o, ACT: tl.constexpr,
     RANKS: tl.constexpr, DOT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     await_previous(OVERLAPS)
-    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    pair = tl.program_id(0) * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS)
+    row, first = _tile(F, ROWS, COLUMNS)
+    column = first + tl.arange(0, COLUMNS)
+    pair = 2 * first + tl.arange(0, 2 * COLUMNS)
     left, right = _load_term(left_ptr, right_ptr, row, pair, N, 2 * F, R, left_n, left_r, right_r, right_o, RANKS)
     inside = (row < N)[:, None] & (pair < 2 * F)[None, :]
     u = tl.load(u_ptr + row[:, None] * (2 * F) + pair[None, :], mask=inside, other=0.0)
@@ -80,9 +89,9 @@ def _low_rank_gated_act_backward_kernel(
     HAS_D_TERM: tl.constexpr, STORE_Y: tl.constexpr, RANKS: tl.constexpr, D_RANKS: tl.constexpr, DOT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    pair = tl.program_id(0) * (2 * COLUMNS) + tl.arange(0, 2 * COLUMNS)
+    row, first = _tile(F, ROWS, COLUMNS)
+    column = first + tl.arange(0, COLUMNS)
+    pair = 2 * first + tl.arange(0, 2 * COLUMNS)
 
     # Load everything before the first product, because the threads wait for each other in products.
     if HAS_TERM:
@@ -185,8 +194,8 @@ def low_rank_gated_act_backward(
     return du, dy if need_product else None
 
 
-def _grid(N: int, F: int) -> tuple[int, int]:
-    return cdiv(F, COLUMNS), cdiv(N, ROWS)
+def _grid(N: int, F: int) -> tuple[int]:
+    return (cdiv(F, COLUMNS) * cdiv(N, ROWS),)
 
 
 def _sizes(term: Term) -> tuple[int, ...]:

@@ -55,10 +55,9 @@ row."""
 MIN_CAPABILITY = (8, 9)
 """CUDA compute capability of the first GPUs with float8."""
 
-ELEMENTS_PER_WARP, MOST_WARPS, MOST_ELEMENTS_PER_WARP = 512, 8, 2048
-"""Number of elements of a row that a warp quantizes. Beyond `MOST_WARPS` warps, a warp quantizes up to
-`MOST_ELEMENTS_PER_WARP` elements. On an H200, rows of 4,096 to 28,672 elements are then read and written at 3.3 to 4.2
-TB/s."""
+ELEMENTS_PER_WARP, MIN_WIDE = 512, 32768
+"""Number of elements of a row that a warp quantizes. At most 8 warps quantize a row, or 16 warps if the row has at
+least `MIN_WIDE` elements, rounded up to a power of two."""
 
 DENSE_BLOCK = 2048
 """Number of codes that a program dequantizes at a time."""
@@ -106,7 +105,7 @@ def quantize_rows(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Ten
     N, K = x.shape
     codes, scales = x.new_empty(N, K, dtype=DTYPE), x.new_empty(N, dtype=torch.float32)
     block = next_power_of_2(K)
-    warps = max(min(block // ELEMENTS_PER_WARP, MOST_WARPS), block // MOST_ELEMENTS_PER_WARP, 1)
+    warps = min(max(block // ELEMENTS_PER_WARP, 1), 8 if block < MIN_WIDE else 16)
     with on_device_of(x):
         _quantize_rows_kernel[(N,)](
             x, scales if factors is None else factors, codes, scales, K, x.stride(0), LARGEST=LARGEST,

@@ -8,9 +8,9 @@ norm weight, N only casts. The forward is::
     y = A(u) @ Wdᵀ + bd
 
 Each projection may have its own low-rank term (LoRA), as in `norm_linear`. The two matrices of a low-rank term get
-gradients. With many rows, the kernel of the activation adds the low-rank term of the gate and up projection to u, and
-the low-rank term of dp to dp (see `low_rank_gated_act`). u is then stored without the term. This saves a pass over u
-and dp.
+gradients. If there are many rows and R is at most `low_rank_gated_act.MOST_RANKS`, no product adds the low-rank terms
+of u and of dp, which is defined below. The kernels of the activation add these terms to the tiles that they load. u is
+then the product without its term, and a pass over u and a pass over dp are saved.
 
 In the backward, let dh be the gradient of the new residual stream. The steps run in this order::
 
@@ -19,7 +19,8 @@ In the backward, let dh be the gradient of the new residual stream. The steps ru
     dn = du @ Wgu                         one kernel then computes dx = N'(dn) + dh, the norm's gradients, and N(h)
     dWgu = duᵀ @ N(h),   dbgu = Σ_rows du
 
-The forward saves h, the weights, u, and the fp32 statistics of the norm for each row. With ``recompute``, u is not
+The forward saves h, the weights, u, and the fp32 statistics of the norm for each row. If the activation's kernels add
+the low-rank terms, the forward also saves N(h) @ Aᵀ and A(u) @ Aᵀ. With ``recompute``, u and these two products are not
 saved. The backward then recomputes u from h, bitwise identical to the u of the forward, and overwrites u with du. The
 normalized rows N(h) and the gated product p are never saved. Frozen weights may be quantized, and are then used as in
 `norm_linear`. Gradients that are not needed are not computed. Every other gradient has the dtype of its input. The
@@ -309,19 +310,22 @@ def _forward_rows(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs
         return GatedMLPOutputs(y, h, statistics, None)
 
     normed = gather_rows(normed, ranks)
-    gate_up_low = gate_up.low(normed) if inputs.keeps_low else None  # [N, R]
+    gate_up_low = gate_up.low(normed.to(gate_up.dtype)) if inputs.keeps_low else None  # [N, R]
     if gate_up_low is None:
         u, product = gate_up.gated_forward(normed, inputs.act)  # [N, 2 F], [N, F]
+        del normed
         product = down.gated(u, inputs.act) if product is None else product
     else:
         u = gate_up.without_low_rank().forward(normed)
+        del normed
         product = low_rank_gated_act(u, inputs.act, gate_up.term(gate_up_low))
-    del normed
     kept = None if inputs.recompute else u
     del u  # frees u before the last product, unless u is saved
     down_low = down.low(product) if inputs.keeps_low else None  # [N, R]
     y = down.forward(product, down_low)
-    return GatedMLPOutputs(y, h, statistics, kept, *((None, None) if inputs.recompute else (gate_up_low, down_low)))
+    if inputs.recompute:
+        gate_up_low = down_low = None
+    return GatedMLPOutputs(y, h, statistics, kept, gate_up_low, down_low)
 
 
 def gated_mlp_backward(upstream: GatedMLPUpstream, products: Products) -> GatedMLPGradients:
@@ -400,7 +404,7 @@ def _backward_rows(
     recomputed = u is None
     if recomputed and (need_du or needs.down.by_rows):
         normed = gather_rows(gate_up.normed_again(norm, h, statistics, for_weight=False), ranks)
-        gate_up_low = gate_up.low(normed) if has_low else None
+        gate_up_low = gate_up.low(normed.to(gate_up.dtype)) if has_low else None
         u = (gate_up if gate_up_low is None else gate_up.without_low_rank()).forward(normed)
         del normed
 
@@ -532,7 +536,7 @@ def gated_mlp_save(
         ranks=inputs.ranks,
         keeps_low=inputs.keeps_low,
         gate_up_low=outputs.gate_up_low,
-        down_low=outputs.down_low,
+        down_low=outputs.down_low if needs.down.low_rank_B else None,
     )
 
 

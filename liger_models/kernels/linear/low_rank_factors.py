@@ -23,7 +23,7 @@ from liger_models.kernels.dispatch import on_device_of, tl, triton
 from liger_models.kernels.tiles import cdiv
 
 MOST_ADAPTERS = 4
-"""Maximum number of adapters of a layer. The kernels have so many arguments for matrices."""
+"""Maximum number of adapters of a layer. The kernel has an argument for A and an argument for B of each of them."""
 
 BLOCK, NUM_WARPS = 1024, 4
 """Number of elements of A or B per program, and number of warps per program."""
@@ -76,9 +76,14 @@ def _of_adapter(adapter, a, b, c, d):
 @triton.jit
 def _factors_kernel(
     A_ptr, B_ptr, A0, A1, A2, A3, B0, B1, B2, B3, size, R, r, C, scaling, period0, period1, period2, period3, first0,
-    first1, first2, first3, length0, length1, length2, length3, PACKS: tl.constexpr, BLOCK: tl.constexpr,
+    first1, first2, first3, length0, length1, length2, length3, PACKS: tl.constexpr, PART: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy some elements of A or B of an adapter to A or B of the layer or, without PACKS, in the other direction."""
+    """Copy some elements of A or s · B of an adapter to A or B of the layer.
+
+    Without PACKS, copy their gradients from the layer to the adapter, multiplied by s in the case of B. If the grid has
+    only one part, PART is 0 for A and 1 for B.
+    """
     adapter = tl.program_id(2)
     A, B = A0, B0
     if adapter == 1:
@@ -92,7 +97,7 @@ def _factors_kernel(
         B = B3
 
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if tl.program_id(1) == 0:
+    if tl.program_id(1) + PART == 0:
         inside = element < r * C
         packed = A_ptr + adapter * r * C + element
         if PACKS:
@@ -118,40 +123,56 @@ def _factors_kernel(
 
 
 def _copy(
-    A: Tensor, B: Tensor, As: Sequence[Tensor], Bs: Sequence[Tensor], rows: Sequence[Rows], scaling: float, packs: bool
-) -> None:
-    """Launch the kernel."""
+    A: Tensor | None, B: Tensor | None, As: Sequence[Tensor], Bs: Sequence[Tensor], rows: Sequence[Rows], size: int,
+    scaling: float, packs: bool,
+) -> None:  # fmt: skip
+    """Launch the kernel for A, for B, or for both."""
     missing = MOST_ADAPTERS - len(As)  # arguments that the kernel does not use must also be matrices and numbers
     r, C = As[0].shape
-    size, R = B.shape
+    layer = B if A is None else A
+    assert layer is not None
     numbers = zip(*rows, *[rows[0]] * missing, strict=True)
-    with on_device_of(A):
-        _factors_kernel[(cdiv(r * max(C, size), BLOCK), 2, len(As))](
-            A, B, *As, *[As[0]] * missing, *Bs, *[Bs[0]] * missing, size, R, r, C, scaling,
-            *(number for of_adapters in numbers for number in of_adapters), PACKS=packs, BLOCK=BLOCK,
-            num_warps=NUM_WARPS,
+    with on_device_of(layer):
+        _factors_kernel[(cdiv(r * max(C, size), BLOCK), (A is not None) + (B is not None), len(As))](
+            layer, layer if B is None else B, *As, *[As[0]] * missing, *Bs, *[Bs[0]] * missing, size, r * len(As), r, C,
+            scaling, *(number for of_adapters in numbers for number in of_adapters), PACKS=packs, PART=int(A is None),
+            BLOCK=BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip
 
 
 class _PackFactors(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Sequence[Rows], size: int, scaling: float, dtype: torch.dtype, *given: Tensor) -> Any:
-        As, Bs = given[: len(rows)], given[len(rows) :]
+    def forward(
+        ctx: Any, rows: Sequence[Rows], size: int, scaling: float, dtype: torch.dtype, *matrices: Tensor
+    ) -> Any:
+        count = len(rows)
+        As, Bs = matrices[:count], matrices[count:]
         r, C = As[0].shape
-        R = r * len(rows)
-        A, B = As[0].new_empty(R, C, dtype=dtype), As[0].new_empty(size, R, dtype=dtype)
-        _copy(A, B, [A.contiguous() for A in As], [B.contiguous() for B in Bs], rows, scaling, True)
-        ctx.rows, ctx.scaling = rows, scaling
-        ctx.like = [(each.shape, each.dtype) for each in given]
+        A, B = As[0].new_empty(count * r, C, dtype=dtype), As[0].new_empty(size, count * r, dtype=dtype)
+        _copy(A, B, [A.contiguous() for A in As], [B.contiguous() for B in Bs], rows, size, scaling, True)
+
+        # If no A is trained, or no B, ops that use the result need not compute its gradient.
+        ctx.set_materialize_grads(False)
+        _, _, _, _, *trained = ctx.needs_input_grad
+        untrained = [x for x, needs in ((A, trained[:count]), (B, trained[count:])) if not any(needs)]
+        ctx.mark_non_differentiable(*untrained)
+        ctx.rows, ctx.size, ctx.scaling = rows, size, scaling
+        ctx.like = [(matrix.shape, matrix.dtype) for matrix in matrices]
         return A, B
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dA: Tensor, dB: Tensor) -> Any:
-        gradients = [dA.new_empty(shape, dtype=dtype) for shape, dtype in ctx.like]
-        count = len(ctx.rows)
-        _copy(dA.contiguous(), dB.contiguous(), gradients[:count], gradients[count:], ctx.rows, ctx.scaling, False)
-        return None, None, None, None, *gradients
+    def backward(ctx: Any, dA: Tensor | None, dB: Tensor | None) -> Any:
+        layer = dB if dA is None else dA
+        if layer is None:
+            return (None,) * (4 + len(ctx.like))
+        gradients: list[Any] = [layer.new_empty(shape, dtype=dtype) for shape, dtype in ctx.like]
+        dAs, dBs = gradients[: len(ctx.rows)], gradients[len(ctx.rows) :]
+        dA, dB = (None if x is None else x.contiguous() for x in (dA, dB))
+        _copy(dA, dB, dAs, dBs, ctx.rows, ctx.size, ctx.scaling, False)
+        dAs = dAs if dA is not None else [None] * len(dAs)
+        dBs = dBs if dB is not None else [None] * len(dBs)
+        return None, None, None, None, *dAs, *dBs
 
 
 def pack_factors(
@@ -166,6 +187,10 @@ def pack_factors(
         size: O, the number of rows of the packed weight.
         scaling: s, by which B is multiplied before it is rounded to ``dtype``.
         dtype: dtype of the results.
+
+    Returns:
+        A [R, C] and B [O, R], where R is r times the number of adapters. A result has no gradient if none of the
+        matrices in it needs one. Second derivatives raise an error.
     """
     packed: tuple[Tensor, Tensor] = _PackFactors.apply(rows, size, scaling, dtype, *As, *Bs)
     return packed

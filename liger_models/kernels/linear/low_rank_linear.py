@@ -8,18 +8,20 @@
 
 x @ Aᵀ is rounded to the dtype of W. If x has few rows, as in decoding, two launches of special kernels compute the
 layer. The first launch computes x @ Aᵀ. The second launch multiplies x by W, and adds the low-rank term to the sums.
-All terms of y are summed in fp32, and y is rounded once. The kernels are those of `row_linear` for a dense W, and those
+All terms of y are then summed in fp32, and y is rounded once. With more rows, one of the two products is rounded before
+the other is added to it. The kernels are those of `row_linear` for a dense W, and those
 of W's format for a frozen W (see `FrozenWeight`). `norm_linear` and `gated_mlp` use the same kernels.
 
-The forward saves x and, if x has many rows, x @ Aᵀ. With few rows, the backward recomputes x @ Aᵀ. The two terms of dx
-are added within a product, so that neither y nor dx is read again to add a low-rank term to it. Gradients that are not
-needed are not computed.
+The forward saves x and, if x has many rows, x @ Aᵀ. With few rows, the backward recomputes x @ Aᵀ. A product adds one
+term of dx to the other, so that only one tensor of this size is allocated. Gradients that are not needed are not
+computed.
 
 Source: https://arxiv.org/abs/2106.09685.
 """
 
 from typing import Annotated, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from liger_models.common.ops import Op
@@ -63,11 +65,19 @@ class LowRankLinearOutputs(NamedTuple):
 
 
 class LowRankLinearSaved(NamedTuple):
-    """The tensors that the forward saves for the backward."""
+    """The values that the forward saves for the backward.
 
-    x: Tensor
+    Attributes:
+        x: [..., C], or None if no gradient needs x.
+        projection: the weights.
+        low: x @ Aᵀ [N, R], or None.
+        dtype: dtype of x.
+    """
+
+    x: Tensor | None
     projection: Projection
     low: Tensor | None
+    dtype: torch.dtype
 
 
 class LowRankLinearGradients(NamedTuple):
@@ -94,6 +104,7 @@ class LowRankLinearUpstream(NamedTuple):
 def _forward(inputs: LowRankLinearInputs) -> LowRankLinearOutputs:
     x, projection, keeps = inputs
     product = Product(projection)
+    x = x.to(product.dtype)
     low = product.low(x) if keeps else None
     return LowRankLinearOutputs(product.forward(x, low), low)
 
@@ -105,20 +116,20 @@ def _fake(inputs: LowRankLinearInputs) -> LowRankLinearOutputs:
 
 
 def _backward(inputs: LowRankLinearUpstream) -> LowRankLinearGradients:
-    dy, (x, projection, low), needs = inputs
+    dy, (x, projection, low, dtype), needs = inputs
     product = Product(projection)
     rows = dy.reshape(-1, dy.shape[-1])  # [N, O]
     dx = g = None
     if needs.x:
         dx, g = product.rows_gradient(rows)
-        dx = dx.view(x.shape).to(x.dtype)
-    x_rows = x.reshape(-1, x.shape[-1]).to(product.dtype) if needs.projection.by_rows else None
+        dx = dx.view(*dy.shape[:-1], dx.shape[-1]).to(dtype)
+    x_rows = None if x is None else x.reshape(-1, x.shape[-1]).to(product.dtype)  # [N, C]
     return LowRankLinearGradients(dx, product.gradients(rows, g, x_rows, needs.projection, low=low))
 
 
 def _backward_fake(inputs: LowRankLinearUpstream) -> LowRankLinearGradients:
-    _, (x, projection, _), needs = inputs
-    dx = x.new_empty(x.shape) if needs.x else None
+    dy, (_, projection, _, dtype), needs = inputs
+    dx = dy.new_empty(*dy.shape[:-1], projection.weight.shape[1], dtype=dtype) if needs.x else None
     return LowRankLinearGradients(dx, projection_gradients_fake(projection, needs.projection))
 
 
@@ -127,7 +138,12 @@ def _save(
 ) -> LowRankLinearSaved:
     if outputs.low is not None:
         ctx.mark_non_differentiable(outputs.low)
-    return LowRankLinearSaved(inputs.x, inputs.projection.without_bias(), outputs.low)
+    return LowRankLinearSaved(
+        x=inputs.x if needs.projection.by_rows else None,
+        projection=inputs.projection.without_bias(),
+        low=outputs.low if needs.projection.low_rank_B else None,
+        dtype=inputs.x.dtype,
+    )
 
 
 def _gradients(saved: LowRankLinearSaved, needs: LowRankLinearNeeds, upstream: Any) -> LowRankLinearGradients:

@@ -14,10 +14,10 @@ weights, and N(h). The gradients are::
     dA = gᵀ @ N(h),   dB = dyᵀ @ (N(h) @ Aᵀ)
 
 The forward saves h, the weights, and the fp32 statistics of the norm for each row. The statistics are one number per
-row for RMSNorm, and two for LayerNorm. A low-rank term adds no saved activations, because dA and dB are computed from
-the recomputed N(h). Gradients that are not needed are not computed. Every other gradient has the dtype of its input.
-The backward is a single op, so that compilers do not see that N(h) is recomputed. A compiler that saw the recomputation
-would save N(h) in the forward instead.
+row for RMSNorm, and two for LayerNorm. With a low-rank term and many rows, the forward also saves N(h) @ Aᵀ, from which
+dB is computed. dA is computed from the recomputed N(h). Gradients that are not needed are not computed. Every other
+gradient has the dtype of its input. The backward is a single op, so that compilers do not see that N(h) is recomputed.
+A compiler that saw the recomputation would save N(h) in the forward instead.
 
 A frozen W may be quantized (`FrozenWeight`). Either the products with a quantized W run in float8, or W is dequantized
 twice: before the product that computes y, and again before the product that computes dn. After each product, the
@@ -190,7 +190,10 @@ def norm_linear_forward(inputs: NormLinearInputs, product: Product) -> NormLinea
     gathers = ranks is not None and ranks.sequence_parallel
     if gathers:
         rows = gather_rows(rows.reshape(-1, rows.shape[-1]), ranks)  # [N, C], the tokens of all ranks
-    low = product.low(rows) if keeps_low else None
+    low = None
+    if keeps_low:
+        rows = rows.to(product.dtype)
+        low = product.low(rows)
     y = product.forward(rows, low)
     # The product of rounded rows is [N, O].
     shape = residual.shape[:-1]
@@ -278,7 +281,8 @@ def norm_linear_save(
     mark_constants(ctx, outputs.h, needs.x or needs.residual, outputs.statistics, outputs.low, *constants)
     h = inputs.residual if outputs.h is None else outputs.h
     projection = inputs.projection.without_bias()
-    return NormLinearSaved(h, outputs.statistics, inputs.norm, projection, inputs.ranks, outputs.low)
+    low = outputs.low if needs.projection.low_rank_B else None
+    return NormLinearSaved(h, outputs.statistics, inputs.norm, projection, inputs.ranks, low)
 
 
 def _forward(inputs: NormLinearInputs) -> NormLinearOutputs:

@@ -146,7 +146,7 @@ def low_fake(y: Tensor, projection: Projection) -> Tensor | None:
     if projection.low_rank is None:
         return None
     A, _ = projection.low_rank
-    return y.new_empty(y.shape[:-1].numel(), A.shape[0])
+    return y.new_empty(y.numel() // y.shape[-1], A.shape[0])  # `Size.numel` would turn a symbolic size into a number
 
 
 class Product:
@@ -174,8 +174,8 @@ class Product:
         return norm.again(h, statistics, self.dtype).view(-1, h.shape[-1])
 
     def low(self, rows: Tensor) -> Tensor | None:
-        """Compute n @ Aᵀ [N, R] from rows [..., C]. Without a low-rank term, the result is None."""
-        return None if self.low_rank is None else low_forward(rows.to(self.dtype), self.low_rank)
+        """Compute n @ Aᵀ [N, R] from rows [..., C] in the weight's dtype. Without a low-rank term, return None."""
+        return None if self.low_rank is None else low_forward(rows, self.low_rank)
 
     def term(self, low: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``(n @ Aᵀ, Bᵀ)``, whose product is the low-rank term, from the first factor."""

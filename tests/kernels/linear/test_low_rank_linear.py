@@ -137,9 +137,28 @@ def test_opcheck(kernel_device, kind):
         opcheck_named(FORWARD, LowRankLinearInputs(x, projection, keeps_low))
         every = ProjectionGradients(False, True, True, True)
         low = x.flatten(0, -2) @ low_rank[0].t() if keeps_low else None
-        saved = LowRankLinearSaved(x, projection.without_bias(), low)
+        saved = LowRankLinearSaved(x, projection.without_bias(), low, x.dtype)
         for needs in (LowRankLinearGradients(True, every), LowRankLinearGradients(False, every._replace(bias=False))):
             opcheck_named(BACKWARD, LowRankLinearUpstream(torch.randn(3, 1, 20, device=x.device), saved, needs))
+
+
+@pytest.mark.compile
+def test_a_compiled_graph_serves_several_numbers_of_rows(kernel_device, monkeypatch):
+    monkeypatch.setattr("liger_models.kernels.linear.projection.MANY_ROWS", 4)
+    (x, weight, bias, low_rank), _ = make("dense", 9, 4, kernel_device, torch.float32)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(low_rank_linear, fullgraph=True, backend=backend)
+    for rows in (5, 6, 7, 8, 9):
+        torch.testing.assert_close(
+            compiled(x[:rows], weight, bias, low_rank), low_rank_linear(x[:rows], weight, bias, low_rank)
+        )
+    assert len(graphs) == 2  # for one number, and then for any number
 
 
 def test_bad_arguments():
