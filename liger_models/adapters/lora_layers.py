@@ -104,16 +104,15 @@ class LinearAdapters(nn.ModuleDict):
     """Dimension along which `apply_tp` has sharded the weight; None if the weight is replicated."""
 
     def __init__(self, linear: nn.Linear, expression: Expression, names: Sequence[str], config: LoRAConfig) -> None:
-        # To count the rows of each matrix, unpack a vector that has one element per row of the weight.
-        rows = expression.unpack(torch.empty(linear.out_features, device="meta"))
-        sizes = {name: len(part) for name, part in rows.items()}
+        # To find the rows of each matrix, unpack the indices of the weight's rows.
+        places = expression.unpack(torch.arange(linear.out_features, device="cpu"))
+        sizes = {name: len(indices) for name, indices in places.items()}
         super().__init__(
             {short_name(name): Adapter(sizes[name], linear.in_features, config, linear.weight) for name in names}
         )
         self.config, self.expression = config, expression
         self.sizes = sizes
         """Maps the name of each checkpoint matrix in the weight to the matrix's number of rows."""
-        places = expression.unpack(torch.arange(linear.out_features, device="cpu"))
         self.rows = {name: find_rows(indices, linear.out_features) for name, indices in places.items()}
         """Maps the name of each checkpoint matrix to the matrix's rows in the packed weight; None if `Rows` cannot
         describe them."""
@@ -261,9 +260,7 @@ class LinearAdapters(nn.ModuleDict):
 
 def _is_transformed() -> bool:
     """Return whether a ``torch.func`` transform or forward-mode differentiation is active, which ops do not support."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return not torch.compiler.is_compiling() and (is_traced() or forward_ad._current_level >= 0)
 
 
 def takes_adapters(x: Tensor, dtype: torch.dtype) -> bool:

@@ -49,6 +49,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 0 else 0
 
 
+def rank_tile(R: int) -> int:
+    """Return the width of a tile that holds the R columns of a low-rank factor. Matrix units require at least 16."""
+    return max(next_power_of_2(R), 16)
+
+
 def num_warps(block: int, most: int = 16) -> int:
     """Return the number of warps for a program that holds ``block`` elements in registers.
 

@@ -240,13 +240,14 @@ class GRPOObjective(Objective):
                     rounds = sum(row.rounds for row in rows)
                     drafted = torch.tensor([sum(map(len, answers)) - rounds, rounds], dtype=torch.float32, device="cpu")
                 return answers, [row.routed_experts for row in rows], [row.log_probs for row in rows], drafted
-            given = {
+            needs_rollout = {
                 "replay_routing": self.replays,
                 "deterministic_rollouts": self.deterministic,
                 "rollout_dtype": self.rollout_dtype is not None,
             }
-            for name in (name for name, is_given in given.items() if is_given):
-                raise ValueError(f"TrainOptions: {name} needs rollout, but {refused}. Leave it out.")
+            for name, is_used in needs_rollout.items():
+                if is_used:
+                    raise ValueError(f"TrainOptions: {name} needs rollout, but {refused}. Leave it out.")
             # If FSDP gathers parameters in each forward, all ranks must run the same number of forwards, so no
             # answer may end early.
             ends: dict[str, Any] = {} if gathers or world_size() == 1 else {"eos_token_id": []}

@@ -62,7 +62,7 @@ def test_what_a_run_that_died_has_left_is_in_nobodys_way(make, tmp_path):
 
 
 def tokenize_and_wait(folder: Path, pipe: Any) -> None:
-    """What another process does: tokenize, but first wait for a message."""
+    """Wait for a message, and then tokenize. Another process runs this function."""
     tokenize = Encoder._tokenize
 
     def wait_and_tokenize(*arguments: Any) -> Any:
@@ -77,7 +77,7 @@ def tokenize_and_wait(folder: Path, pipe: Any) -> None:
 
 @contextmanager
 def waiting_process(folder: Path, tokenizer: Any) -> Iterator[tuple[Any, Any]]:
-    """Another process that tokenizes, and the pipe from which it takes the message to go on."""
+    """Start a process that waits before it tokenizes. Yield the process, and the pipe for the message to go on."""
     (folder / "tokenizer.json").write_text(tokenizer.backend.to_str())
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"chat_template": tokenizer.chat_template, **tokenizer.special_tokens})

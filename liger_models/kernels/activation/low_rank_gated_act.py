@@ -19,13 +19,10 @@ from torch import Tensor
 from liger_models.kernels.activation.gated_act import _activation
 from liger_models.kernels.dispatch import on_device_of, tl, triton
 from liger_models.kernels.overlap import await_previous, overlap
-from liger_models.kernels.tiles import cdiv, dot_precision, next_power_of_2
+from liger_models.kernels.tiles import cdiv, dot_precision, rank_tile
 
 ROWS, COLUMNS, NUM_WARPS = 64, 32, 4
 """Number of rows and columns of the results per program, and number of warps per program."""
-
-MIN_RANKS = 16
-"""Minimum width of a tile, which matrix units require."""
 
 MOST_RANKS = 64
 """Maximum R for which the kernels run. A program holds its part of l and r in registers and shared memory."""
@@ -204,7 +201,7 @@ def _sizes(term: Term) -> tuple[int, ...]:
 
 
 def _ranks(term: Term | None) -> int:
-    return MIN_RANKS if term is None else max(next_power_of_2(term[0].shape[1]), MIN_RANKS)
+    return rank_tile(0 if term is None else term[0].shape[1])
 
 
 def _constants(u: Tensor) -> dict[str, object]:

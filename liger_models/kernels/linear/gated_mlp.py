@@ -268,15 +268,15 @@ def gated_mlp_forward(inputs: GatedMLPInputs, products: Products) -> GatedMLPOut
     inputs = inputs._replace(x=None if x is None else x.reshape(-1, C), residual=residual.reshape(-1, C))
     rows, num_ranks = split_rows(shape.numel(), products.gate_up.weight, ranks, inputs.recompute)
     if rows >= shape.numel():
-        y, h, statistics, u, *low = _forward_rows(inputs, products)
+        outputs = _forward_rows(inputs, products)
     else:
-        y, h, statistics, u, *low = _forward_chunks(inputs, products, rows, num_ranks)
-    return GatedMLPOutputs(
-        rows_in_order(y, shape, ranks),
-        None if h is None else h.view(*shape, C),
-        statistics.view(norm.statistics_shape(shape)),
-        None if u is None else u.view(*gathered_shape(shape, ranks), u.shape[-1]),  # the first rank's tokens first
-        *low,
+        outputs = _forward_chunks(inputs, products, rows, num_ranks)
+    h, u = outputs.h, outputs.u
+    return outputs._replace(
+        y=rows_in_order(outputs.y, shape, ranks),
+        h=None if h is None else h.view(*shape, C),
+        statistics=outputs.statistics.view(norm.statistics_shape(shape)),
+        u=None if u is None else u.view(*gathered_shape(shape, ranks), u.shape[-1]),  # the first rank's tokens first
     )
 
 
@@ -393,7 +393,7 @@ def _backward_rows(
     O], dh and h [N, C], and u [N, 2 F]. With sequence parallelism, dy and u hold the rows of all ranks.
     """
     dy, dh, saved, needs = inputs
-    h, statistics, u, norm, _, _, act, ranks, has_low, gate_up_low, down_low = saved
+    h, statistics, u, norm, _, _, act, ranks, keeps, gate_up_low, down_low = saved
     gate_up, down = products
     need_dn = needs.x or needs.residual or needs.norm.weight or needs.norm.bias
     need_du = need_dn or needs.gate_up.by_rows or needs.gate_up.bias
@@ -404,14 +404,14 @@ def _backward_rows(
     recomputed = u is None
     if recomputed and (need_du or needs.down.by_rows):
         normed = gather_rows(gate_up.normed_again(norm, h, statistics, for_weight=False), ranks)
-        gate_up_low = gate_up.low(normed.to(gate_up.dtype)) if has_low else None
+        gate_up_low = gate_up.low(normed.to(gate_up.dtype)) if keeps else None
         u = (gate_up if gate_up_low is None else gate_up.without_low_rank()).forward(normed)
         del normed
 
     # Continue the backward through the down projection and the activation, whose kernel also writes the gated product.
     # If u was recomputed, du overwrites u.
     dy_operand = down.upstream(dy, for_rows=need_du, for_weight=needs.down.weight)
-    if u is not None and has_low:
+    if u is not None and keeps:
         du, product, g = _backward_of_terms(dy_operand, u, gate_up_low, act, products, need_du, needs.down, recomputed)
     elif u is not None and need_du:
         d_product, g = down.rows_gradient(dy_operand)  # [N, F]

@@ -185,13 +185,13 @@ class NormLinearUpstream(NamedTuple):
 
 def norm_linear_forward(inputs: NormLinearInputs, product: Product) -> NormLinearOutputs:
     """Compute the forward of `norm_linear`. ``product`` may be an object of any subclass of `Product`."""
-    x, residual, norm, _, ranks, keeps_low = inputs
+    x, residual, norm, _, ranks, keeps = inputs
     rows, h, statistics = product.normed(norm, x, residual)
     gathers = ranks is not None and ranks.sequence_parallel
     if gathers:
         rows = gather_rows(rows.reshape(-1, rows.shape[-1]), ranks)  # [N, C], the tokens of all ranks
     low = None
-    if keeps_low:
+    if keeps:
         rows = rows.to(product.dtype)
         low = product.low(rows)
     y = product.forward(rows, low)
@@ -250,14 +250,14 @@ def _add(total: Tensor | None, share: Tensor | None) -> Tensor | None:
 
 def norm_linear_fake(inputs: NormLinearInputs) -> NormLinearOutputs:
     """Return the outputs of the forward for fake tensors."""
-    x, residual, norm, projection, ranks, keeps_low = inputs
+    x, residual, norm, projection, ranks, keeps = inputs
     weight, tokens = projection.weight, residual.shape[:-1]
     y = weight.new_empty(*gathered_shape(tokens, ranks), weight.shape[0])
     return NormLinearOutputs(
         y=y,
         h=None if x is None else residual.new_empty(residual.shape),
         statistics=residual.new_empty(norm.statistics_shape(tokens), dtype=torch.float32),
-        low=low_fake(y, projection) if keeps_low else None,
+        low=low_fake(y, projection) if keeps else None,
     )
 
 
