@@ -26,11 +26,11 @@ from .training.modes import Mode
 from .training.tokenizer import words_tokenizer
 
 HELP = "a GRPO step with adapters: seconds of sampling and of training, memory"
-MODES = r"trl(\+liger)?(\+ac)?|ours(\+float8|\+nf4)?(\+rollout8)?(\+selective|\+full)?"
+MODES = r"trl(\+liger)?(\+ac)?|ours(\+float8|\+nf4)?(\+rollout8)?(\+gateup8|\+selective|\+full)?"
 NAMES = {
     "trl": "TRL", "ours": "liger_models", "liger": ", Liger Kernel's loss", "ac": ", activation checkpointing",
     "float8": ", float8 weights", "nf4": ", 4-bit weights", "rollout8": ", rollouts in float8",
-    "selective": ', policy "selective"', "full": ', policy "full"',
+    "gateup8": ", gate and up saved in 8 bits", "selective": ', policy "selective"', "full": ', policy "full"',
 }  # fmt: skip
 GROUP, MICRO_BATCH = 8, 16
 """Number of answers for each prompt, and number of answers in a forward."""

@@ -309,6 +309,8 @@ def set_policies(model: nn.Module, mode: Mode) -> None:
         for i in (stay if count <= len(stay) else range(total))[:count]:
             policies[i] = policy
     model.set_checkpointing(policies, offload_layers=offloaded)
+    if "gateup8" in mode:
+        model.set_gate_up_8bit()
 
 
 def shard(model: nn.Module, mode: Mode) -> nn.Module:

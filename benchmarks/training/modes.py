@@ -26,6 +26,7 @@
 | ``selectiveK``, ``fullK`` | ours | the checkpointing policy of the first K blocks, if possible not offloaded ones |
 | ``selective``, ``full`` | titan | activation checkpointing: by op, or of each block |
 | ``planG`` | ours | `plan_memory` chooses all of the four above for a budget of G GB |
+| ``gateup8`` | ours | gate and up of the MLPs are saved in 8 bits |
 | ``blocks`` | ours | each block is compiled by itself |
 | ``fp8``, ``fp8rowwise`` | ours | float8 products, with one scale for a tensor or one for a row |
 | ``rollout8`` | ours | in ``grpo``: rollouts with float8 copies of the weights, and keys and values in float8 |
@@ -54,7 +55,8 @@ MODES = (
 
 MODE = (
     r"hf(\+(ac|bf16|compile|graph|liger|medusa|noexperts|lora(\+nf4)?))*"
-    r"|ours(\+(8bit|adamw|balanced|bf16|blocks|compile|cp|fp8|fp8rowwise|graph|inbackward|medusa|noexperts|warm"
+    r"|ours(\+(8bit|adamw|balanced|bf16|blocks|compile|cp|fp8|fp8rowwise|gateup8|graph|inbackward|medusa|noexperts"
+    r"|warm"
     r"|lora(\+(float8|fp8blocks|int4|mxfp4|nf4|nvfp4|peft))?"
     r"|(full|moments|offload|selective)\d*|(ep|hsdp|plan|tp)\d+))*"
     r"|unsloth\+lora(\+nf4)?(\+ac)?"
@@ -77,7 +79,7 @@ TITLES = {
     "cp": ", context parallel", "lora": ", LoRA", "peft": " by PEFT", "nf4": " on 4-bit weights",
     "float8": " on float8 weights", "mxfp4": " on MXFP4 weights", "nvfp4": " on NVFP4 weights",
     "int4": " on INT4 weights", "fp8blocks": " on FP8 weights in blocks", "noexperts": ", no adapters of experts",
-    "medusa": ", Medusa heads",
+    "medusa": ", Medusa heads", "gateup8": ", gate and up saved in 8 bits",
 }  # fmt: skip
 """Maps a word without a number to its text in tables."""
 

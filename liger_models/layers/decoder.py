@@ -559,6 +559,25 @@ class Decoder(nn.Module):
         for block, block_policy in zip(self.layers, policies, strict=True):
             set_policy(block, block_policy)
 
+    def set_gate_up_8bit(self, enabled: bool = True) -> None:
+        """Choose whether the gated MLPs of the blocks save gate and up in 8 bits for the backward.
+
+        Gate and up are the largest activations of a block. In 8 bits, they take about half of the memory, and nothing
+        is recomputed. The loss does not change. The gradients do: the backward computes the activation and its
+        derivative from rounded numbers, which differ from the exact ones by at most 0.4% of the largest of 32
+        neighbors. The choice applies to blocks with the checkpointing policy "none", and on accelerators. Routed
+        experts, and MLPs that do not run as one op because they have hooks or multipliers, save gate and up in full.
+
+        Raises:
+            ValueError: no block has a gated MLP.
+        """
+        found = [layer.set_gate_up_8bit(enabled) for layer in layers_of(self.layers)]
+        if not any(found):
+            raise ValueError(
+                f"set_gate_up_8bit: the model must have gated MLPs, got {type(self).__name__} without any. Recompute "
+                'them instead, with set_checkpointing("selective").'
+            )
+
     @foreign_arguments("forward")
     def forward(
         self,

@@ -138,6 +138,13 @@ class Layer(nn.Module):
     def set_policy(self, policy: str) -> None:
         """Choose what the layer recomputes in the backward; ``policy`` is one of `CHECKPOINTING_POLICIES`."""
 
+    def set_gate_up_8bit(self, enabled: bool) -> bool:
+        """Choose whether the gates and ups of an MLP are saved in 8 bits for the backward.
+
+        Return whether the layer can do this. By default, a layer ignores the call and returns False.
+        """
+        return False
+
     def set_attention_dropout(self, probability: float) -> None:
         """Set the probability of dropping an attention weight in training.
 

@@ -92,6 +92,8 @@ class GatedMLP(Layer):
         """The width between the projections, which tensor parallelism divides among its ranks."""
         self.recompute = False
         """Whether the backward recomputes gate and up (checkpointing policies "selective" and "full")."""
+        self.gate_up_8bit = False
+        """Whether gate and up are saved in 8 bits; see `Decoder.set_gate_up_8bit`."""
 
     def set_policy(self, policy: str) -> None:
         """Set ``recompute`` to False if the checkpointing policy is "none", and otherwise to True."""
@@ -100,6 +102,11 @@ class GatedMLP(Layer):
     def recomputed_share(self, policy: str) -> float:
         """Return which fraction of the MLP the backward repeats: 0 for the policy "none", else 2 / 3 (gate and up)."""
         return 0.0 if policy == "none" else 2 / 3
+
+    def set_gate_up_8bit(self, enabled: bool) -> bool:
+        """Choose whether gate and up are saved in 8 bits. Return True, because the layer can do this."""
+        self.gate_up_8bit = enabled
+        return True
 
     def can_shard(self, size: int) -> bool:
         """Whether the intermediate size is divisible by ``size``."""
@@ -168,6 +175,11 @@ class GatedMLP(Layer):
         options: dict[str, Any] = {"act": self.act, "recompute": self.recompute}
         # In float8, the op also gets the weights that FSDP has gathered in float8, if there are any.
         if recipe:
+            if self.gate_up_8bit:
+                raise ValueError(
+                    "set_gate_up_8bit: an MLP with float8 products saves gate and up in full, got both. Leave out "
+                    "convert_to_float8, or call set_gate_up_8bit(False)."
+                )
             assert isinstance(gate_up, Tensor)
             assert isinstance(down, Tensor)
             mlp = functools.partial(
@@ -178,7 +190,7 @@ class GatedMLP(Layer):
             mlp = functools.partial(
                 gated_mlp, x, residual, fused.weight, gate_up, down, gate_up_bias, down_bias, **options,
                 eps=fused.eps, weight_offset=fused.weight_offset, scale_in_fp32=fused.scale_in_fp32, norm=fused.kind,
-                norm_bias=fused.bias, ranks=partial.group if partial else None,
+                norm_bias=fused.bias, gate_up_8bit=self.gate_up_8bit, ranks=partial.group if partial else None,
                 gate_up_low_rank=low_rank_of(up_proj, gate_up.dtype),
                 down_low_rank=low_rank_of(down_proj, down.dtype),
             )  # fmt: skip

@@ -608,6 +608,8 @@ def load_model(options: TrainOptions, device: torch.device, mesh: DeviceMesh, dt
     def adapt_and_shard(model: CausalLM) -> CausalLM:
         if options.attention_dropout is not None:
             model.set_attention_dropout(options.attention_dropout)
+        if options.gate_up_8bit:
+            model.set_gate_up_8bit()
 
         # Add adapters, and quantize the weights under them unless the checkpoint's float8 weights are kept.
         if options.lora_r:

@@ -143,6 +143,7 @@ class ParallelOptions:
         None,
         choices=CHECKPOINTING_POLICIES,
     )
+    gate_up_8bit: bool = option("save gate and up of the MLPs in 8 bits for the backward", False)
     memory: str | None = option(
         "memory of each GPU that the plan may take, such as 60GB or a share with a percent sign; default: what is free",
         None,

@@ -29,7 +29,11 @@ from triton.runtime.jit import JITFunction
 from liger_models import kernels
 from liger_models.kernels import dispatch
 from liger_models.kernels.activation.gated_act import gated_act
-from liger_models.kernels.activation.low_rank_gated_act import low_rank_gated_act, low_rank_gated_act_backward
+from liger_models.kernels.activation.low_rank_gated_act import (
+    empty_codes,
+    low_rank_gated_act,
+    low_rank_gated_act_backward,
+)
 from liger_models.kernels.activation.xielu import xielu
 from liger_models.kernels.add_parts import add_parts
 from liger_models.kernels.attention.causal_attention import causal_attention
@@ -263,9 +267,11 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
         for R in (8, 64):
             term = draw_(3, R).detach(), draw_(2 * F, R).detach().t()
             dy_term = draw_(3, R).detach(), draw_(R, F).detach()
-            low_rank_gated_act(u, act, term)
-            for terms in ((term, dy_term), (term, None), (None, dy_term)):
-                low_rank_gated_act_backward(dy, u, act, True, *terms)
+            for codes in (None, empty_codes(u)):
+                for each in (term, None):
+                    low_rank_gated_act(u, act, each, codes)
+                for terms in ((term, dy_term), (term, None), (None, dy_term)):
+                    low_rank_gated_act_backward(dy, codes or u, act, True, *terms)
     for heads, kv_heads, D, R in ((32, 8, 128, 128), (8, 4, 256, 256), (32, 2, 128, 64)):
         cos, sin = torch.randn(2, 1, 3, R // 2)
         packed = draw_(1, 3, (heads + 2 * kv_heads) * D)

@@ -15,6 +15,7 @@ from liger_models.kernels.loss.linear_cross_entropy import VocabShard
 from liger_models.layers.embedding import LigerEmbedding
 from liger_models.layers.layer import CHECKPOINTING_POLICIES
 from liger_models.layers.lm_head import LabeledRows, LabeledTokens, LigerLMHead
+from liger_models.layers.mlp import GatedMLP
 
 from ..arch.families import FIRST_CASES, tiny
 from ..late import dynamo_testing, transformers
@@ -614,3 +615,17 @@ def test_dropout_of_attention_is_set_in_all_blocks(arch, variant):
     } or not attentions
     with pytest.raises(ValueError, match=r"set_attention_dropout: probability must be in \[0, 1\), got 1"):
         model.set_attention_dropout(1)
+
+
+@pytest.mark.cases(22)
+@pytest.mark.parametrize(("arch", "variant"), FIRST_CASES)
+def test_gate_and_up_are_saved_in_8_bits_in_all_blocks(arch, variant):
+    model = AutoLigerModel.from_config({**tiny(arch)[variant], "model_type": arch}, device="meta")
+    mlps = [module for module in model.layers.modules() if isinstance(module, GatedMLP)]
+    if mlps:
+        for enabled in (True, False):
+            model.set_gate_up_8bit(enabled)
+            assert {mlp.gate_up_8bit for mlp in mlps} == {enabled}
+    else:
+        with pytest.raises(ValueError, match=r"set_gate_up_8bit: the model must have gated MLPs, got Liger\w+ without"):
+            model.set_gate_up_8bit()

@@ -210,6 +210,25 @@ def test_norm_and_mlp_together(plain, make_norm, recompute, kernel_device):
     check()
 
 
+def test_gate_and_up_are_saved_in_8_bits(kernel_device, monkeypatch):
+    torch.manual_seed(0)
+    mlp, norm = LigerSwiGLUMLP(CONFIG).to(kernel_device), LigerRMSNorm(8).to(kernel_device)
+    x, residual = torch.randn(2, 3, 8, device=kernel_device).unbind()
+    exact, dtypes = mlp.add_norm(norm, x, residual)[0], []
+    assert mlp.set_gate_up_8bit(True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: dtypes.append(t.dtype) or t, lambda t: t):
+        y, _ = mlp.add_norm(norm, x, residual)
+    assert torch.equal(y, exact)
+    assert dtypes.count(torch.int8) == 1
+    got, expected = (torch.autograd.grad(each.sum(), list(mlp.parameters())) for each in (y, exact))
+    for ours, theirs in zip(got, expected, strict=True):
+        assert 0 < (ours - theirs).norm() < 0.01 * theirs.norm()
+
+    monkeypatch.setattr("liger_models.layers.mlp.float8_recipe", lambda *_: "rowwise")
+    with pytest.raises(ValueError, match="set_gate_up_8bit: an MLP with float8 products saves gate and up in full"):
+        mlp.add_norm(norm, x, residual)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_hooks_of_a_plain_mlp_are_called(recompute, backend):
     norm, mlp = LigerLayerNorm(8).to(backend), LigerMLP(8, 12, act="gelu").to(backend)

@@ -97,6 +97,20 @@ def test_the_estimate_counts_adapters(arch, policy, kernel_device):
     assert same_bytes(saved_bytes(model, policy, tokens, dtype), measured_bytes(model, ids), kernel_device)
 
 
+def test_the_estimate_counts_gate_and_up_in_8_bits(kernel_device):
+    tokens, dtype = TOKENS[kernel_device], DTYPE[kernel_device]
+    model = AutoLigerModel.from_config(tiny("llama"), device=kernel_device, dtype=dtype)
+    full = saved_bytes(model, "none", tokens, dtype)
+    model.set_gate_up_8bit()
+    ids = torch.arange(tokens, device=kernel_device)[None] % 3
+    saved = saved_bytes(model, "none", tokens, dtype)
+    assert same_bytes(saved, measured_bytes(model, ids), kernel_device)
+    width = model.config.intermediate_size
+    scales = 2 * -(-width // 32) * torch.bfloat16.itemsize
+    fewer = tokens * len(model.layers) * (2 * width * (dtype.itemsize - 1) - scales)
+    assert full - saved == fewer
+
+
 def test_heads_count_as_wide_as_flash_attention_saves_them():
     """In half precision it pads heads of 4 to 8; the output projection then saves a copy of the output without that."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}

@@ -21,11 +21,12 @@ In the backward, let dh be the gradient of the new residual stream. The steps ru
 
 The forward saves h, the weights, u, and the fp32 statistics of the norm for each row. If the activation's kernels add
 the low-rank terms, the forward also saves N(h) @ Aᵀ and A(u) @ Aᵀ. With ``recompute``, u and these two products are not
-saved. The backward then recomputes u from h, bitwise identical to the u of the forward, and overwrites u with du. The
-normalized rows N(h) and the gated product p are never saved. Frozen weights may be quantized, and are then used as in
-`norm_linear`. Gradients that are not needed are not computed. Every other gradient has the dtype of its input. The
-backward is a single op, so that compilers do not see that tensors are recomputed. A compiler that saw the recomputation
-would save the tensors in the forward instead.
+saved. The backward then recomputes u from h, bitwise identical to the u of the forward, and overwrites u with du. With
+``gate_up_8bit``, the forward saves u in 8 bits, and the backward computes A'(dp) and A(u) from the rounded u (see
+`low_rank_gated_act`). The normalized rows N(h) and the gated product p are never saved. Frozen
+weights may be quantized, and are then used as in `norm_linear`. Gradients that are not needed are not computed. Every
+other gradient has the dtype of its input. The backward is a single op, so that compilers do not see that tensors are
+recomputed. A compiler that saw the recomputation would save the tensors in the forward instead.
 
 If u is not saved and there are many rows, the forward and the backward process the rows in chunks, so that u, p, dn and
 N(h) exist only for one chunk at a time. The gradients of the weights are then summed over the chunks in fp32, and
@@ -61,6 +62,8 @@ from liger_models.distributed.collectives import (
 )
 from liger_models.kernels.activation.gated_act import check_act, gated_act_reference
 from liger_models.kernels.activation.low_rank_gated_act import (
+    Codes,
+    empty_codes,
     low_rank_gated_act,
     low_rank_gated_act_backward,
     takes_term,
@@ -106,7 +109,7 @@ fp32 sums of the weight gradients once. On an H200, these reads and writes shoul
 backward for a chunk of this size, and 3% for half as many rows (calculated, not measured). The two percentages do not
 depend on C and F."""
 
-FROZEN_ROWS = 8192
+FROZEN_ROWS = 12288
 """Maximum number of rows per chunk of a backward in which u is saved and the weights need no gradients, as with LoRA.
 Such a backward sums no gradients of weights, and matrix products with more rows are not faster. If the weights are
 quantized, all rows are processed at once, because each chunk would dequantize the weights again."""
@@ -166,6 +169,7 @@ class GatedMLPInputs(NamedTuple):
     need_y: bool
     ranks: Annotated[Group | None, RANKS] = None
     keeps_low: bool = False
+    gate_up_8bit: bool = False
 
 
 class GatedMLPOutputs(NamedTuple):
@@ -176,9 +180,10 @@ class GatedMLPOutputs(NamedTuple):
         h: [..., C], the residual stream. Without x, h is None, because an op must not return one of its inputs.
         statistics: statistics of each row, from which the norm can be recomputed.
         u: [..., 2 F], interleaved gates and ups; None with ``recompute``. With ``keeps_low``, u does not contain the
-            low-rank term.
+            low-rank term. With ``gate_up_8bit``, u holds int8 codes.
         gate_up_low, down_low: N(h) @ Aᵀ and A(u) @ Aᵀ [N, R] of the two low-rank terms; None without ``keeps_low``, and
             with ``recompute``.
+        u_scales: [N, G, 2], the scales of the codes, as in `Codes`; None if u holds no codes.
     """
 
     y: Tensor
@@ -187,6 +192,7 @@ class GatedMLPOutputs(NamedTuple):
     u: Tensor | None
     gate_up_low: Tensor | None = None
     down_low: Tensor | None = None
+    u_scales: Tensor | None = None
 
 
 class GatedMLPSaved(NamedTuple):
@@ -207,6 +213,7 @@ class GatedMLPSaved(NamedTuple):
     keeps_low: bool = False
     gate_up_low: Tensor | None = None
     down_low: Tensor | None = None
+    u_scales: Tensor | None = None
 
 
 class GatedMLPGradients(NamedTuple):
@@ -311,21 +318,27 @@ def _forward_rows(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs
 
     normed = gather_rows(normed, ranks)
     gate_up_low = gate_up.low(normed.to(gate_up.dtype)) if inputs.keeps_low else None  # [N, R]
-    if gate_up_low is None:
+    codes = None
+    if gate_up_low is None and not inputs.gate_up_8bit:
         u, product = gate_up.gated_forward(normed, inputs.act)  # [N, 2 F], [N, F]
         del normed
         product = down.gated(u, inputs.act) if product is None else product
     else:
-        u = gate_up.without_low_rank().forward(normed)
+        u = (gate_up if gate_up_low is None else gate_up.without_low_rank()).forward(normed)
         del normed
-        product = low_rank_gated_act(u, inputs.act, gate_up.term(gate_up_low))
+        codes = empty_codes(u) if inputs.gate_up_8bit else None
+        term = None if gate_up_low is None else gate_up.term(gate_up_low)
+        product = low_rank_gated_act(u, inputs.act, term, codes)
     kept = None if inputs.recompute else u
+    u_scales = None
+    if codes is not None:
+        kept, u_scales = codes
     del u  # frees u before the last product, unless u is saved
     down_low = down.low(product) if inputs.keeps_low else None  # [N, R]
     y = down.forward(product, down_low)
     if inputs.recompute:
         gate_up_low = down_low = None
-    return GatedMLPOutputs(y, h, statistics, kept, gate_up_low, down_low)
+    return GatedMLPOutputs(y, h, statistics, kept, gate_up_low, down_low, u_scales)
 
 
 def gated_mlp_backward(upstream: GatedMLPUpstream, products: Products) -> GatedMLPGradients:
@@ -374,6 +387,7 @@ def _backward_chunks(upstream: GatedMLPUpstream, products: Products, rows: int, 
                 u=None if saved.u is None else saved.u[chunk],
                 gate_up_low=None if saved.gate_up_low is None else saved.gate_up_low[chunk],
                 down_low=None if saved.down_low is None else saved.down_low[chunk],
+                u_scales=None if saved.u_scales is None else saved.u_scales[chunk],
             ),
             needs=needs,
         )
@@ -393,7 +407,7 @@ def _backward_rows(
     O], dh and h [N, C], and u [N, 2 F]. With sequence parallelism, dy and u hold the rows of all ranks.
     """
     dy, dh, saved, needs = inputs
-    h, statistics, u, norm, _, _, act, ranks, keeps, gate_up_low, down_low = saved
+    h, statistics, u, norm, _, _, act, ranks, keeps, gate_up_low, down_low, u_scales = saved
     gate_up, down = products
     need_dn = needs.x or needs.residual or needs.norm.weight or needs.norm.bias
     need_du = need_dn or needs.gate_up.by_rows or needs.gate_up.bias
@@ -411,8 +425,12 @@ def _backward_rows(
     # Continue the backward through the down projection and the activation, whose kernel also writes the gated product.
     # If u was recomputed, du overwrites u.
     dy_operand = down.upstream(dy, for_rows=need_du, for_weight=needs.down.weight)
-    if u is not None and keeps:
-        du, product, g = _backward_of_terms(dy_operand, u, gate_up_low, act, products, need_du, needs.down, recomputed)
+    if u is not None and (keeps or u_scales is not None):
+        given = u if u_scales is None else Codes(u, u_scales)
+        du, product, g = _backward_of_terms(
+            dy_operand, given, gate_up_low, act, products, need_du, needs.down, recomputed
+        )
+        del given
     elif u is not None and need_du:
         d_product, g = down.rows_gradient(dy_operand)  # [N, F]
         du, product = gate_up.gated_backward(
@@ -443,15 +461,15 @@ def _backward_rows(
 
 
 def _backward_of_terms(
-    dy: Tensor, u: Tensor, gate_up_low: Tensor | None, act: str, products: Products, need_du: bool,
+    dy: Tensor, u: Tensor | Codes, gate_up_low: Tensor | None, act: str, products: Products, need_du: bool,
     needs: ProjectionNeeds, overwrite_u: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Compute the backward of the down projection and of the activation if the activation's kernel adds the low-rank
-    terms to u and to the gradient of its output.
+    """Compute the backward of the down projection and of the activation if the activation's kernel reads codes or adds
+    the low-rank terms to u and to the gradient of its output.
 
     Args:
         dy: [N, O].
-        u: [N, 2 F], without the low-rank term.
+        u: [N, 2 F] or codes, without the low-rank term that the kernel adds.
         gate_up_low: N(h) @ Aᵀ [N, R]; None if the gate and up projection has no low-rank term.
         act: name of the activation.
         products: the products of the two projections.
@@ -464,20 +482,23 @@ def _backward_of_terms(
         not needed or does not exist.
     """
     gate_up, down = products
+    if not need_du and not needs.by_rows:
+        return None, None, None
     term = None if gate_up_low is None else gate_up.term(gate_up_low)
-    if not need_du:
-        if not needs.by_rows:
-            return None, None, None
+    if not need_du and not isinstance(u, Codes):
         return None, down.gated_again(u, act) if term is None else low_rank_gated_act(u, act, term), None
 
-    d_product, _ = down.without_low_rank().rows_gradient(dy)  # [N, F]
-    g = d_term = None
-    if down.low_rank is not None:
+    d_term = None
+    g: Tensor | None
+    if down.low_rank is not None and takes_term(down.low_rank):
         A, B = down.low_rank
+        d_product, _ = down.without_low_rank().rows_gradient(dy)  # [N, F]
         g = dy @ B  # [N, R]
         d_term = g, A
+    else:
+        d_product, g = down.rows_gradient(dy)
     du, product = low_rank_gated_act_backward(d_product, u, act, needs.by_rows, term, d_term, overwrite_u=overwrite_u)
-    return du, product, g
+    return du if need_du else None, product, g
 
 
 def _rounded(gradients: GatedMLPGradients, norm: FusedNorm, dtype: torch.dtype) -> GatedMLPGradients:
@@ -495,13 +516,19 @@ def gated_mlp_fake(inputs: GatedMLPInputs) -> GatedMLPOutputs:
     rows = gathered_shape(tokens, inputs.ranks)
     y = down.new_empty(*rows, down.shape[0])
     keeps = inputs.keeps_low and not inputs.recompute
+    u = None if inputs.recompute else gate_up.new_empty(*rows, gate_up.shape[0])
+    u_scales = None
+    if u is not None and inputs.gate_up_8bit:
+        codes, u_scales = empty_codes(u.flatten(0, -2))
+        u = codes.view(u.shape)
     return GatedMLPOutputs(
         y=y,
         h=None if inputs.x is None else inputs.residual.new_empty(inputs.residual.shape),
         statistics=inputs.residual.new_empty(inputs.norm.statistics_shape(tokens), dtype=torch.float32),
-        u=None if inputs.recompute else gate_up.new_empty(*rows, gate_up.shape[0]),
+        u=u,
         gate_up_low=low_fake(y, inputs.gate_up) if keeps else None,
         down_low=low_fake(y, inputs.down) if keeps else None,
+        u_scales=u_scales,
     )
 
 
@@ -537,6 +564,7 @@ def gated_mlp_save(
         keeps_low=inputs.keeps_low,
         gate_up_low=outputs.gate_up_low,
         down_low=outputs.down_low if needs.down.low_rank_B else None,
+        u_scales=outputs.u_scales,
     )
 
 
@@ -580,6 +608,7 @@ def gated_mlp(
     norm_bias: Tensor | None = None,
     recompute: bool = False,
     need_y: bool = True,
+    gate_up_8bit: bool = False,
     ranks: Group | None = None,
     gate_up_low_rank: LowRank | None = None,
     down_low_rank: LowRank | None = None,
@@ -603,6 +632,9 @@ def gated_mlp(
             matrix product. The gradients do not change. The reference backend ignores this option.
         need_y: whether the caller uses the values of y. If not, and with ``recompute``, y is left uninitialized. The
             gradients do not change. The reference backend ignores this option.
+        gate_up_8bit: whether to save gate and up in 8 bits for the backward, rounded as in `low_rank_gated_act`. The
+            results do not change, but the gradients do, because the backward computes the activation and its
+            derivative from the rounded gate and up. Ignored with ``recompute`` and by the reference backend.
         ranks: tensor-parallel ranks, each of which has its own pairs of gate and up; None for one rank. With ranks, y
             is the rank's part of a sum over the ranks, so down_bias must be None, and the caller adds the bias to the
             sum. With ``ranks.sequence_parallel``, x and residual hold the rank's own tokens, y covers all tokens, and
@@ -658,6 +690,7 @@ def gated_mlp(
             need_y=need_y,
             ranks=ranks,
             keeps_low=keeps_low(residual, *low_ranks) and all(map(takes_term, low_ranks)),
+            gate_up_8bit=gate_up_8bit and not recompute,
         )
     )
     return outputs.y, residual if outputs.h is None else outputs.h

@@ -29,7 +29,7 @@ from liger_models.kernels.matmul.row_linear import LowRank, low_rank_pair
 from liger_models.kernels.norm.fused_norm import FusedNorm
 from liger_models.kernels.tiles import accumulate
 
-MANY_ROWS = 1024
+MANY_ROWS = 128
 """Minimum number of rows for which the product with a dense weight is added to the low-rank term, and for which ops
 save n @ Aᵀ."""
 

@@ -4,7 +4,8 @@ import sys
 import pytest
 import torch
 
-from liger_models.kernels.activation.gated_act import ACTIVATIONS
+from liger_models.kernels.activation.gated_act import ACTIVATIONS, gated_act_reference
+from liger_models.kernels.activation.low_rank_gated_act import empty_codes, low_rank_gated_act
 from liger_models.kernels.dispatch import INTERPRET
 from liger_models.kernels.linear.gated_mlp import (
     BACKWARD,
@@ -19,6 +20,7 @@ from liger_models.kernels.linear.gated_mlp import (
 from liger_models.kernels.linear.projection import NormNeeds, Product, Projection, ProjectionNeeds
 from liger_models.kernels.norm.fused_norm import FusedNorm
 
+from ..activation.test_low_rank_gated_act import decode
 from ..oracle import assert_close_to_truth, opcheck_named, run
 
 FLAVORS = [
@@ -317,6 +319,87 @@ def test_frozen_weights_under_low_rank_terms(kernel_device, trained, recompute, 
         assert torch.equal(leaf.grad, everything[i]) if i in trained else leaf.grad is None
 
 
+def integers(shape, width, out, dtype, device):
+    """As `make` and `low_ranks` without norm weight and x, with small integers, so that gate and up are exact."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *size: torch.randint(-1, 2, size, generator=generator).to(device, dtype)
+    C = shape[-1]
+    inputs = [draw(*shape), draw(2 * width, C), draw(out, width), draw(2 * width), draw(out)]
+    pairs = [draw(3, C), draw(2 * width, 3), draw(3, width), draw(out, 3)]
+    return inputs, pairs, [draw(*shape[:-1], out), draw(*shape)]
+
+
+def rounded_reference(residual, gate_up_weight, down_weight, gate_up_bias, down_bias, *pairs, adds_terms):
+    """`gated_mlp_reference` of SiLU whose backward reads gate and up from 8 bits.
+
+    With ``adds_terms``, these are gate and up without the low-rank term, as the activation's kernel adds the term.
+    """
+    exact = [residual, gate_up_weight, down_weight, gate_up_bias, down_bias, *pairs]
+    names = ("residual", *ORDER[3:])
+    call = with_pairs if pairs else with_names
+    y, _ = call(gated_mlp_reference, names)(*(t.detach() for t in exact))
+    u, term = residual @ gate_up_weight.t() + gate_up_bias, 0
+    if pairs:
+        A, B, down_A, down_B = pairs
+        term = residual @ A.t() @ B.t()
+    rounded = u if adds_terms else u + term
+    codes = empty_codes(rounded)
+    low_rank_gated_act(rounded.detach(), "silu", None, codes)
+    product = gated_act_reference(u + term + (decode(codes) - rounded).detach(), "silu")
+    again = product @ down_weight.t() + down_bias
+    if pairs:
+        again = again + product @ down_A.t() @ down_B.t()
+    return y + again - again.detach(), residual
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("ranks", [0, 3, "wide"])
+def test_gate_and_up_in_8_bits(kernel_device, monkeypatch, ranks, frozen, poisoned_empty):
+    """The result is the same. The gradients are those of the rounded gate and up, also in chunks."""
+    module = sys.modules[gated_mlp.__module__]
+    monkeypatch.setattr(module, "FROZEN_ROWS", 9)
+    if ranks == "wide":
+        monkeypatch.setattr("liger_models.kernels.activation.low_rank_gated_act.MOST_RANKS", 2)
+    inputs, pairs, upstream = integers((13, 40), 45, 24, torch.float32, kernel_device)
+    names, pairs = ("residual", *ORDER[3:]), pairs if ranks else []
+    trained = [t for i, t in enumerate(inputs) if not (frozen and i)]
+
+    def call(function, *tensors, **options):
+        given = [*tensors[: len(trained)], *(t.to(tensors[0]) for t in inputs[len(trained) :])]
+        if function is rounded_reference:
+            return function(*given, *tensors[len(trained) :], **options)
+        with_terms = with_pairs if ranks else with_names
+        return with_terms(function, names, **options)(*given, *tensors[len(trained) :])
+
+    for many_rows in (1, 1024):  # with few rows, products add the low-rank terms to gate and up
+        monkeypatch.setattr("liger_models.kernels.linear.projection.MANY_ROWS", many_rows)
+        ours = functools.partial(call, gated_mlp, gate_up_8bit=True)
+        saves_low, left = many_rows == 1 and ranks == 3, [*trained, *pairs]
+        results, exact = (run(each, left, upstream) for each in (ours, functools.partial(call, gated_mlp)))
+        truth = run(functools.partial(call, rounded_reference, adds_terms=saves_low), left, upstream)
+        assert torch.equal(results[0], exact[0])
+        assert torch.equal(results[1], exact[1])
+        for index, (got, expected, full) in enumerate(zip(results[2:], truth[2:], exact[2:], strict=True)):
+            # dB of the down projection reads the product of the forward, if it is saved.
+            is_last = index == len(left) - 1 and saves_low
+            assert (got - (full if is_last else expected)).norm() <= 2e-6 * expected.norm()
+            assert (got - full).norm() <= 0.02 * full.norm()
+        assert any(not torch.equal(got, full) for got, full in zip(results[2:], exact[2:], strict=True))
+
+
+def test_memory_of_gate_and_up_in_8_bits(kernel_device):
+    inputs, _ = make((6, 32), 40, 8, torch.float16, kernel_device)
+    for tensor in inputs:
+        tensor.requires_grad_()
+    for recompute, expected in ((False, [((6, 80), torch.int8), ((6, 2, 2), torch.bfloat16)]), (True, [])):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t):
+            with_names(gated_mlp, ORDER, gate_up_8bit=True, recompute=recompute)(*inputs)
+        found = [(tuple(t.shape), t.dtype) for t in saved]
+        assert [each for each in found if each[1] in (torch.int8, torch.bfloat16)] == expected
+        assert ((6, 80), torch.float16) not in found
+
+
 def with_frozen(function, *weights):
     """`with_pairs` without the two weights, which get no gradients."""
     call = with_pairs(function, ORDER)
@@ -492,11 +575,12 @@ def test_opcheck(kernel_device):
     pairs = [torch.randn(*size, device=kernel_device, requires_grad=True) for size in sizes]
     rms, layer, none = FusedNorm(norm_weight), FusedNorm(norm_weight, norm_bias, "layer_norm"), FusedNorm(None)
 
-    def check(x, residual, norm, gate_up=gate_up, down=down, recompute=True, keeps_low=False):
-        inputs = GatedMLPInputs(x, residual, norm, gate_up, down, "silu", recompute, True, None, keeps_low)
+    def check(x, residual, norm, gate_up=gate_up, down=down, recompute=True, keeps_low=False, in_8bit=False):
+        inputs = GatedMLPInputs(x, residual, norm, gate_up, down, "silu", recompute, True, None, keeps_low, in_8bit)
         opcheck_named(FORWARD, inputs)
 
     check(x, residual, rms, recompute=False)
+    check(x, residual, rms, recompute=False, in_8bit=True)
     for recompute in (False, True):
         low_ranks = gate_up._replace(low_rank=tuple(pairs[:2])), down._replace(low_rank=tuple(pairs[2:]))
         for keeps_low in (False, True):
@@ -534,6 +618,9 @@ def test_opcheck_backward(kernel_device):
             gate_up, down = (Projection(w, None, low_rank) for w, low_rank in zip(weights, given, strict=True))
             saved = GatedMLPSaved(residual, statistics, kept, norm, gate_up, down, "gelu")
             opcheck_named(BACKWARD, GatedMLPUpstream(dy.half(), dh, saved, needs))
+            if kept is not None:
+                coded = saved._replace(u=kept.to(torch.int8), u_scales=torch.ones(3, 1, 2).to(kept).bfloat16())
+                opcheck_named(BACKWARD, GatedMLPUpstream(dy.half(), dh, coded, needs))
             if given == low_ranks:
                 low = (None, None) if kept is None else (torch.ones(3, 2, device=kernel_device).half(),) * 2
                 saved = GatedMLPSaved(residual, statistics, kept, norm, gate_up, down, "gelu", None, True, *low)
