@@ -18,6 +18,18 @@ def exp(x):
 
 
 @triton.jit
+def log2(x, PTX: tl.constexpr):
+    """Compute log2(x) of normal numbers, with a relative error of at most 2⁻²² or, from ½ to 2, an absolute error of at
+    most 2⁻²².
+
+    On NVIDIA GPUs, tl.log2 takes about twenty instructions. With PTX (see `has_ptx`), this function takes one.
+    """
+    if PTX:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    return tl.log2(x)
+
+
+@triton.jit
 def scale_and_cap(x, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Compute ``softcap · tanh(x · logit_scale / softcap)`` or, without a softcap, ``x · logit_scale``, in fp32."""
     z = x.to(tl.float32) * logit_scale

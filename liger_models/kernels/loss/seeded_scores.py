@@ -20,8 +20,8 @@ Source: https://arxiv.org/abs/1411.0030 (Gumbel-max), https://nullprogram.com/bl
 import torch
 from torch import Tensor
 
-from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.tiles import cdiv
+from liger_models.kernels.dispatch import has_ptx, on_device_of, tl, triton, use_triton
+from liger_models.kernels.tiles import cdiv, log2
 
 BLOCK = 2048
 NUM_WARPS = 8
@@ -69,29 +69,30 @@ def uniform(seed, step, token):
     key = _hash_uint32(_hash_uint32(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32))
     key = _hash_uint32(key ^ step.to(tl.uint32))
     bits = _hash_uint32(_hash_uint32(token.to(tl.uint32) ^ key) ^ _hash_uint32(key ^ 0x9E3779B9))
-    return (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    return bits.to(tl.float32) * 2.0**-32 + 2.0**-33  # rounded as (bits + ½) / 2³²
 
 
 @triton.jit
-def exponential(seed, step, token):
+def exponential(seed, step, token, PTX: tl.constexpr):
     """Compute E = −log(1 − u) [BLOCK] of the given tokens, where u is the result of `uniform`."""
     u = uniform(seed, step, token)
-    # For small u, a Taylor series is used, because 1 − u loses the digits of u.
-    series = 1.0 / 6
-    series = series * u + 1.0 / 5
-    series = series * u + 1.0 / 4
-    series = series * u + 1.0 / 3
-    series = series * u + 1.0 / 2
-    series = (series * u + 1.0) * u
-    return tl.where(u < 1.0 / 16, series, -tl.log(1.0 - u))
+    # For small u, a polynomial is used, because 1 − u loses the digits of u, and log2 loses digits near 1.
+    series = 0.3357100188732147
+    series = series * u + 0.14670312404632568
+    series = series * u + 0.25711026787757874
+    series = series * u + 0.33293071389198303
+    series = series * u + 0.5000072717666626
+    return tl.where(u < 0.25, u * u * series + u, log2(1.0 - u, PTX) * -0.6931471805599453)
 
 
 @triton.jit
-def _seeded_scores_kernel(logits_ptr, seed_ptr, step_ptr, score_ptr, V, BLOCK: tl.constexpr):
+def _seeded_scores_kernel(
+    logits_ptr, seed_ptr, step_ptr, score_ptr, V, BLOCK: tl.constexpr, PTX: tl.constexpr
+):  # fmt: skip
     """Each program computes the scores of BLOCK tokens of a row [V]."""
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    noise = exponential(tl.load(seed_ptr + row), tl.load(step_ptr + row), token)
+    noise = exponential(tl.load(seed_ptr + row), tl.load(step_ptr + row), token, PTX)
     z = tl.load(logits_ptr + row * V + token, mask=token < V, other=0.0)
     tl.store(score_ptr + row * V + token, z - tl.log(noise), mask=token < V)
 
@@ -118,6 +119,7 @@ def seeded_scores(logits: Tensor, seeds: Tensor, step: int | Tensor) -> Tensor:
     scores = torch.empty_like(logits)
     with on_device_of(logits):
         _seeded_scores_kernel[(cdiv(V, BLOCK), B)](
-            logits, seeds.contiguous(), steps, scores, V, BLOCK=BLOCK, num_warps=NUM_WARPS
-        )
+            logits, seeds.contiguous(), steps, scores, V,
+            BLOCK=BLOCK, PTX=has_ptx(logits), num_warps=NUM_WARPS,
+        )  # fmt: skip
     return scores

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from liger_models.common.ops import define_op
-from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
+from liger_models.kernels.dispatch import has_ptx, on_device_of, tl, triton, use_triton
 from liger_models.kernels.loss.seeded_scores import exponential, exponential_noise, uniform
 from liger_models.kernels.overlap import await_previous, overlap
 from liger_models.kernels.tiles import contiguous_rows, exp, next_power_of_2, num_warps
@@ -76,7 +76,7 @@ def _log_sum(most, total):
 @triton.jit
 def _verify_drafts_kernel(
     logits_ptr, scores_ptr, draft_ptr, proposed_ptr, draft_log_prob_ptr, seed_ptr, chosen_ptr, agree_ptr, log_prob_ptr,
-    V, logits_n, scores_n, draft_n, K: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
+    V, logits_n, scores_n, draft_n, K: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Accept the draft at one position of a row, or draw another token, and store the log-probability of the result."""
     await_previous(OVERLAPS)
@@ -127,7 +127,7 @@ def _verify_drafts_kernel(
         z = tl.load(z_ptr + token, mask=inside, other=float("-inf")).to(tl.float32)
         s = tl.load(proposed_ptr + token, mask=inside & (index < K), other=float("-inf")).to(tl.float32)
         p = exp(z - z_sum)
-        rate = 1.0 / exponential(seed, zero, token)
+        rate = 1.0 / exponential(seed, zero, token, PTX)
         rest = tl.maximum(p - exp(s - q_sum), 0.0) * rate
         p = p * rate
         other = tl.where(rest > best, token, other)
@@ -157,7 +157,7 @@ def _verify_drafts(
             _verify_drafts_kernel[(N,)](
                 logits, scores, drafts, proposed.contiguous(), draft_log_probs.contiguous(), seeds.contiguous(), chosen,
                 agree, log_probs, V, logits.stride(0), 0 if scores is None else scores.stride(0), drafts.stride(0),
-                K=drafts.shape[1], BLOCK=block, **overlap(logits), num_warps=num_warps(block),
+                K=drafts.shape[1], BLOCK=block, PTX=has_ptx(logits), **overlap(logits), num_warps=num_warps(block),
             )  # fmt: skip
     return chosen, agree, log_probs
 

@@ -11,8 +11,7 @@ from ..rope.test_rope import dtypes
 @pytest.mark.parametrize("V", [1, 70, 8 * 16 + 3])
 def test_matches_plain_torch(kernel_device, V, monkeypatch, poisoned_empty):
     """Greedy and seeded, from logits or from scores with excluded tokens, and with a row in several parts."""
-    monkeypatch.setattr(file, "SHARE", 32)
-    monkeypatch.setattr(file, "BLOCK", 16)
+    monkeypatch.setattr(file, "BLOCK", 32)
     for dtype in dtypes(kernel_device):
         logits = (3 * torch.randn(3, 2, V, device=kernel_device)).to(dtype)[:, 1]  # rows of a slice
         scores = (logits / 0.7).float()
@@ -27,9 +26,22 @@ def test_matches_plain_torch(kernel_device, V, monkeypatch, poisoned_empty):
             torch.testing.assert_close(log_probs.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+def test_a_large_vocabulary(kernel_device, poisoned_empty):
+    """With the default block, a part without finite logits, a part of a few tokens, and large negative logits."""
+    V = 2 * file.BLOCK + 5
+    logits = 3 * torch.randn(3, V, device=kernel_device) - torch.tensor([[0], [40], [400]], device=kernel_device)
+    logits[:, file.BLOCK : 2 * file.BLOCK] = -torch.inf
+    numbers = torch.arange(3, device=kernel_device)
+    for draws in ((), (numbers, numbers)):
+        tokens, log_probs = choose_tokens(logits, None, *draws)
+        want, _ = choose_tokens_reference(logits.double(), None, *draws)
+        assert torch.equal(tokens, want)
+        exact = logits.double().log_softmax(1).gather(1, want[:, None])[:, 0]
+        torch.testing.assert_close(log_probs.double(), exact, rtol=1e-6, atol=1e-6)
+
+
 def test_the_first_of_equal_scores_is_chosen(backend, monkeypatch):
-    monkeypatch.setattr(file, "SHARE", 32)
-    monkeypatch.setattr(file, "BLOCK", 16)
+    monkeypatch.setattr(file, "BLOCK", 32)
     logits = torch.zeros(3, 100, device=backend)
     logits[0, 20:] = logits[1, 77:] = 1
     logits[2] = -torch.inf

@@ -1,7 +1,13 @@
 import pytest
 import torch
 
-from liger_models.kernels.loss.seeded_scores import BLOCK, exponential_noise, seeded_scores, seeded_scores_reference
+from liger_models.kernels.loss.seeded_scores import (
+    BLOCK,
+    _hash,
+    exponential_noise,
+    seeded_scores,
+    seeded_scores_reference,
+)
 
 SEEDS = [0, 5, 2**40 + 5, 2**63 - 1]
 
@@ -25,6 +31,19 @@ def test_small_noise_is_accurate(kernel_device):
     u = -torch.expm1(-noise)
     assert u.min() < 1e-4
     torch.testing.assert_close((-scores.double().cpu()).exp(), noise, rtol=1e-5, atol=0)
+
+
+def test_noise_is_accurate_near_the_end_of_the_polynomial(kernel_device):
+    """The polynomial is used for u < ¼, and the logarithm for larger u."""
+    step, V = 9, 2**16 + 3
+    key = _hash(_hash(_hash(torch.tensor(7))) ^ step)
+    bits = _hash(_hash(torch.arange(V) ^ key) ^ _hash(key ^ 0x9E3779B9))
+    u = ((bits.float() + 0.5) * 2.0**-32).double()
+    scores = seeded_scores(torch.zeros(1, V, device=kernel_device), torch.tensor([7], device=kernel_device), step)
+    near = (u - 0.25).abs() < 0.02
+    assert (near & (u < 0.25)).sum() > 1000 < (near & (u > 0.25)).sum()
+    exact = -(-torch.log1p(-u)).log()
+    torch.testing.assert_close(scores[0].double().cpu()[near], exact[near], rtol=0, atol=1e-6)
 
 
 def test_rows_of_a_slice(kernel_device):
