@@ -270,8 +270,9 @@ def run(dtype: torch.dtype, C: int, F: int, V: int) -> None:
             for codes in (None, empty_codes(u)):
                 for each in (term, None):
                     low_rank_gated_act(u, act, each, codes)
-                for terms in ((term, dy_term), (term, None), (None, dy_term)):
-                    low_rank_gated_act_backward(dy, codes or u, act, True, *terms)
+                low_rank_gated_act_backward(dy, codes or u, act, True, None, dy_term)
+            for each in (dy_term, None):
+                low_rank_gated_act_backward(dy, u, act, True, term, each)
     for heads, kv_heads, D, R in ((32, 8, 128, 128), (8, 4, 256, 256), (32, 2, 128, 64)):
         cos, sin = torch.randn(2, 1, 3, R // 2)
         packed = draw_(1, 3, (heads + 2 * kv_heads) * D)

@@ -10,13 +10,13 @@ have a low-rank term, too, as the gradient of the input of an adapted down proje
     y = gated_act(u')
     du                                       the gradient of y with respect to u', multiplied by dy'
 
-The forward can also store u in 8 bits, for a backward that then reads the codes instead of u. A row's gates, and its
+The forward can also store u' in 8 bits, for a backward that then reads the codes instead of u. A row's gates, and its
 ups, share a scale in groups of `GROUP`::
 
-    scale = max |u| / 126                    of the group, rounded to bfloat16
-    code = round(u / scale)                  an integer from -127 to 127
+    scale = max |u'| / 126                   of the group, rounded to bfloat16
+    code = round(u' / scale)                 an integer from -127 to 127
 
-A number that is read back differs from u by at most half a scale, which is 0.4% of the largest number of the group.
+A number that is read back differs from u' by at most half a scale, which is 0.4% of the largest number of the group.
 
 Source: https://arxiv.org/abs/2002.05202, https://arxiv.org/abs/2106.09685, and https://arxiv.org/abs/2410.19313 for
 saving activations in 8 bits.
@@ -34,6 +34,10 @@ from liger_models.kernels.tiles import cdiv, dot_precision, rank_tile
 
 ROWS, COLUMNS, NUM_WARPS = 64, 32, 4
 """Number of rows and columns of the results per program, and number of warps per program."""
+
+CODE_ROWS, CODE_WARPS = 16, 1
+"""Number of rows and warps per program of a backward from codes. With a single warp, threads need not wait for each
+other when they exchange codes."""
 
 GROUP = COLUMNS
 """Number of gates, or of ups, that share a scale in `Codes`. A program computes the scales of whole groups."""
@@ -103,20 +107,20 @@ def _low_rank_gated_act_kernel(
         left, right = _load_term(left_ptr, right_ptr, row, pair, N, 2 * F, R, left_n, left_r, right_r, right_o, RANKS)
     inside_u = (row < N)[:, None] & (pair < 2 * F)[None, :]
     position_u = row[:, None] * (2 * F) + pair[None, :]
-    u = tl.load(u_ptr + position_u, mask=inside_u, other=0.0).to(tl.float32)
+    u = tl.load(u_ptr + position_u, mask=inside_u, other=0.0)
 
+    u = u.to(tl.float32)
+    if HAS_TERM:
+        u = tl.dot(left, right, u, input_precision=DOT)
+    gate, up = tl.split(tl.reshape(u, [ROWS, COLUMNS, 2]))
     if HAS_CODES:
-        gate, up = tl.split(tl.reshape(u, [ROWS, COLUMNS, 2]))
         gate_code, gate_scale = _encode(gate)
         up_code, up_scale = _encode(up)
         code = tl.reshape(tl.join(gate_code, up_code), [ROWS, 2 * COLUMNS])
         tl.store(code_ptr + position_u, code, mask=inside_u)
-        position = _scale_position(row, first, F, COLUMNS)
-        tl.store(scale_ptr + position, gate_scale.to(tl.bfloat16), mask=row < N)
-        tl.store(scale_ptr + position + 1, up_scale.to(tl.bfloat16), mask=row < N)
-    if HAS_TERM:
-        u = tl.dot(left, right, u, input_precision=DOT)
-    gate, up = tl.split(tl.reshape(u, [ROWS, COLUMNS, 2]))
+        scale = tl.join(gate_scale, up_scale).to(tl.bfloat16)  # [ROWS, 2]
+        position = _scale_position(row, first, F, COLUMNS)[:, None] + tl.arange(0, 2)[None, :]
+        tl.store(scale_ptr + position, scale, mask=(row < N)[:, None])
     a, _ = _activation(gate, ACT)
     dtype = y_ptr.dtype.element_ty
     inside = (row < N)[:, None] & (column < F)[None, :]
@@ -154,18 +158,25 @@ def _low_rank_gated_act_backward_kernel(
         gate_scale = tl.load(scale_ptr + scale_position, mask=row < N, other=0.0).to(tl.float32)
         up_scale = tl.load(scale_ptr + scale_position + 1, mask=row < N, other=0.0).to(tl.float32)
 
-    u = u.to(tl.float32)
     if HAS_CODES:
-        is_gate = tl.arange(0, 2 * COLUMNS) % 2 == 0
-        u *= tl.where(is_gate[None, :], gate_scale[:, None], up_scale[:, None])
+        u = u.to(tl.int32)  # an extension of integers, before which the compiler changes the layout
+    u = u.to(tl.float32)
     if HAS_TERM:
         u = tl.dot(left, right, u, input_precision=DOT)
-    gate, up = tl.split(tl.reshape(u, [ROWS, COLUMNS, 2]))
     if HAS_D_TERM:
         # Compute each column of the term twice. Splitting the pairs of columns then gives the term the same layout as
         # gate and up, without an exchange between threads.
         twice = tl.reshape(tl.join(d_right, d_right), [D_RANKS, 2 * COLUMNS])
         term = tl.dot(d_left, twice, input_precision=DOT)
+        if HAS_CODES:
+            # The compiler then gives u the layout of the term before it converts the codes to fp32. Later it would
+            # exchange four times as many bytes between threads.
+            u += 0.0 * term
+    gate, up = tl.split(tl.reshape(u, [ROWS, COLUMNS, 2]))
+    if HAS_CODES:
+        gate *= gate_scale[:, None]
+        up *= up_scale[:, None]
+    if HAS_D_TERM:
         term, _ = tl.split(tl.reshape(term, [ROWS, COLUMNS, 2]))
         dy += term
 
@@ -179,7 +190,7 @@ def _low_rank_gated_act_backward_kernel(
 
 
 class Codes(NamedTuple):
-    """Gates and ups u in 8 bits.
+    """The sums u' in 8 bits.
 
     Attributes:
         codes: [N, 2 F] int8. Gates and ups are interleaved, as in u.
@@ -209,7 +220,7 @@ def low_rank_gated_act(u: Tensor, act: str, term: Term | None, codes: Codes | No
         u: [N, 2 F] float32, float16 or bfloat16, contiguous. Gates and ups are interleaved.
         act: one of `gated_act.ACTIVATIONS`.
         term: ``(l [N, R], r [R, 2 F])`` in the dtype of u, where R is at most `MOST_RANKS`; None if nothing is added.
-        codes: where to store u in 8 bits, as `empty_codes` returns it; None to store nothing.
+        codes: where to store ``u + l @ r`` in 8 bits, as `empty_codes` returns it; None to store nothing.
 
     Returns:
         [N, F] in the dtype of u.
@@ -220,10 +231,10 @@ def low_rank_gated_act(u: Tensor, act: str, term: Term | None, codes: Codes | No
     left, right = term or (u, u)
     if y.numel():
         with on_device_of(u):
-            _low_rank_gated_act_kernel[_grid(N, F)](
+            _low_rank_gated_act_kernel[_grid(N, F, ROWS)](
                 u, y, left, right, *(codes or (u, u)), N, F, *_sizes((left, right)), ACT=act,
-                HAS_TERM=term is not None, HAS_CODES=codes is not None, RANKS=_ranks(term), **_constants(u),
-                **overlap(u),
+                HAS_TERM=term is not None, HAS_CODES=codes is not None, RANKS=_ranks(term),
+                **_constants(u, ROWS, NUM_WARPS), **overlap(u),
             )  # fmt: skip
     return y
 
@@ -245,7 +256,7 @@ def low_rank_gated_act_backward(
         u: as in `low_rank_gated_act`, or the codes that `low_rank_gated_act` stored.
         act: as in `low_rank_gated_act`.
         need_product: whether the second result is needed.
-        term: as in `low_rank_gated_act`.
+        term: as in `low_rank_gated_act`; None if nothing is added to u, as codes hold the sum.
         dy_term: ``(l [N, R], r [R, F])``, which is added to dy; None if nothing is added to dy.
         overwrite_u: whether to write the gradient into u, which must not be codes.
 
@@ -253,21 +264,24 @@ def low_rank_gated_act_backward(
         ``(du, product)``, [N, 2 F] and [N, F] in the dtype of dy, where the product is None without ``need_product``.
     """
     N, F = dy.shape
+    has_codes = isinstance(u, Codes)
+    assert not (has_codes and (term is not None or overwrite_u))
     values, scales = u if isinstance(u, Codes) else (u, u)
+    rows, warps = (CODE_ROWS, CODE_WARPS) if has_codes else (ROWS, NUM_WARPS)
     du = values if overwrite_u else dy.new_empty(N, 2 * F)
     terms = term or (dy, dy), dy_term or (dy, dy)
     if dy.numel():
         with on_device_of(dy):
-            _low_rank_gated_act_backward_kernel[_grid(N, F)](
+            _low_rank_gated_act_backward_kernel[_grid(N, F, rows)](
                 dy, values, scales, du, dy, *terms[0], *terms[1], N, F, *_sizes(terms[0]), *_sizes(terms[1]), ACT=act,
-                HAS_TERM=term is not None, HAS_D_TERM=dy_term is not None, HAS_CODES=isinstance(u, Codes),
-                STORE_Y=need_product, RANKS=_ranks(term), D_RANKS=_ranks(dy_term), **_constants(dy),
+                HAS_TERM=term is not None, HAS_D_TERM=dy_term is not None, HAS_CODES=has_codes,
+                STORE_Y=need_product, RANKS=_ranks(term), D_RANKS=_ranks(dy_term), **_constants(dy, rows, warps),
             )  # fmt: skip
     return du, dy if need_product else None
 
 
-def _grid(N: int, F: int) -> tuple[int]:
-    return (cdiv(F, COLUMNS) * cdiv(N, ROWS),)
+def _grid(N: int, F: int, rows: int) -> tuple[int]:
+    return (cdiv(F, COLUMNS) * cdiv(N, rows),)
 
 
 def _sizes(term: Term) -> tuple[int, ...]:
@@ -279,5 +293,5 @@ def _ranks(term: Term | None) -> int:
     return rank_tile(0 if term is None else term[0].shape[1])
 
 
-def _constants(u: Tensor) -> dict[str, object]:
-    return {"DOT": dot_precision(u), "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": NUM_WARPS}
+def _constants(u: Tensor, rows: int, warps: int) -> dict[str, object]:
+    return {"DOT": dot_precision(u), "ROWS": rows, "COLUMNS": COLUMNS, "num_warps": warps}

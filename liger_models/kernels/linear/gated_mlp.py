@@ -180,7 +180,7 @@ class GatedMLPOutputs(NamedTuple):
         h: [..., C], the residual stream. Without x, h is None, because an op must not return one of its inputs.
         statistics: statistics of each row, from which the norm can be recomputed.
         u: [..., 2 F], interleaved gates and ups; None with ``recompute``. With ``keeps_low``, u does not contain the
-            low-rank term. With ``gate_up_8bit``, u holds int8 codes.
+            low-rank term. With ``gate_up_8bit``, u holds int8 codes of the sum.
         gate_up_low, down_low: N(h) @ Aᵀ and A(u) @ Aᵀ [N, R] of the two low-rank terms; None without ``keeps_low``, and
             with ``recompute``.
         u_scales: [N, G, 2], the scales of the codes, as in `Codes`; None if u holds no codes.
@@ -469,7 +469,7 @@ def _backward_of_terms(
 
     Args:
         dy: [N, O].
-        u: [N, 2 F] or codes, without the low-rank term that the kernel adds.
+        u: [N, 2 F], without the low-rank term, or the codes of the sum.
         gate_up_low: N(h) @ Aᵀ [N, R]; None if the gate and up projection has no low-rank term.
         act: name of the activation.
         products: the products of the two projections.
@@ -484,7 +484,8 @@ def _backward_of_terms(
     gate_up, down = products
     if not need_du and not needs.by_rows:
         return None, None, None
-    term = None if gate_up_low is None else gate_up.term(gate_up_low)
+    # Codes hold the sum of u and the low-rank term.
+    term = None if gate_up_low is None or isinstance(u, Codes) else gate_up.term(gate_up_low)
     if not need_du and not isinstance(u, Codes):
         return None, down.gated_again(u, act) if term is None else low_rank_gated_act(u, act, term), None
 

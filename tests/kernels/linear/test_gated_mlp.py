@@ -329,23 +329,19 @@ def integers(shape, width, out, dtype, device):
     return inputs, pairs, [draw(*shape[:-1], out), draw(*shape)]
 
 
-def rounded_reference(residual, gate_up_weight, down_weight, gate_up_bias, down_bias, *pairs, adds_terms):
-    """`gated_mlp_reference` of SiLU whose backward reads gate and up from 8 bits.
-
-    With ``adds_terms``, these are gate and up without the low-rank term, as the activation's kernel adds the term.
-    """
+def rounded_reference(residual, gate_up_weight, down_weight, gate_up_bias, down_bias, *pairs):
+    """`gated_mlp_reference` of SiLU whose backward reads gate and up from 8 bits."""
     exact = [residual, gate_up_weight, down_weight, gate_up_bias, down_bias, *pairs]
     names = ("residual", *ORDER[3:])
     call = with_pairs if pairs else with_names
     y, _ = call(gated_mlp_reference, names)(*(t.detach() for t in exact))
-    u, term = residual @ gate_up_weight.t() + gate_up_bias, 0
+    u = residual @ gate_up_weight.t() + gate_up_bias
     if pairs:
         A, B, down_A, down_B = pairs
-        term = residual @ A.t() @ B.t()
-    rounded = u if adds_terms else u + term
-    codes = empty_codes(rounded)
-    low_rank_gated_act(rounded.detach(), "silu", None, codes)
-    product = gated_act_reference(u + term + (decode(codes) - rounded).detach(), "silu")
+        u = u + residual @ A.t() @ B.t()
+    codes = empty_codes(u)
+    low_rank_gated_act(u.detach(), "silu", None, codes)
+    product = gated_act_reference(u + (decode(codes) - u).detach(), "silu")
     again = product @ down_weight.t() + down_bias
     if pairs:
         again = again + product @ down_A.t() @ down_B.t()
@@ -367,7 +363,7 @@ def test_gate_and_up_in_8_bits(kernel_device, monkeypatch, ranks, frozen, poison
     def call(function, *tensors, **options):
         given = [*tensors[: len(trained)], *(t.to(tensors[0]) for t in inputs[len(trained) :])]
         if function is rounded_reference:
-            return function(*given, *tensors[len(trained) :], **options)
+            return function(*given, *tensors[len(trained) :])
         with_terms = with_pairs if ranks else with_names
         return with_terms(function, names, **options)(*given, *tensors[len(trained) :])
 
@@ -375,8 +371,8 @@ def test_gate_and_up_in_8_bits(kernel_device, monkeypatch, ranks, frozen, poison
         monkeypatch.setattr("liger_models.kernels.linear.projection.MANY_ROWS", many_rows)
         ours = functools.partial(call, gated_mlp, gate_up_8bit=True)
         saves_low, left = many_rows == 1 and ranks == 3, [*trained, *pairs]
-        results, exact = (run(each, left, upstream) for each in (ours, functools.partial(call, gated_mlp)))
-        truth = run(functools.partial(call, rounded_reference, adds_terms=saves_low), left, upstream)
+        others = (functools.partial(call, function) for function in (gated_mlp, rounded_reference))
+        results, exact, truth = (run(each, left, upstream) for each in (ours, *others))
         assert torch.equal(results[0], exact[0])
         assert torch.equal(results[1], exact[1])
         for index, (got, expected, full) in enumerate(zip(results[2:], truth[2:], exact[2:], strict=True)):
