@@ -79,6 +79,7 @@ from liger_models.kernels.loss.verify_drafts import verify_drafts
 from liger_models.kernels.matmul import row_linear as row_linear_file
 from liger_models.kernels.matmul.head_linear import head_linear
 from liger_models.kernels.matmul.invariant_linear import invariant_linear
+from liger_models.kernels.matmul.narrow_linear import narrow_linear
 from liger_models.kernels.matmul.row_linear import row_linear, row_linear_forward, wide_inference_linear
 from liger_models.kernels.matmul.wide_linear import MIN_ROWS, wide_linear
 from liger_models.kernels.moe import Routing, moe_mlp, route
@@ -453,6 +454,9 @@ def run_decoding(dtype: torch.dtype) -> None:
             row_linear_file.SMALL = 0  # with divided columns, too
             row_linear_forward(x, weight, None, "silu")
             row_linear_file.SMALL = 2**22
+        if dtype != torch.float32:
+            for rows, outputs in ((9, 16), (256, 48)):  # tiles of 8 and of 32 rows
+                narrow_linear(draw(rows, K, dtype=dtype).detach(), draw(outputs, K, dtype=dtype).detach())
 
 
 def run_scaled_pages(q: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, G: int) -> None:

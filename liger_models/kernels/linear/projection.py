@@ -25,6 +25,7 @@ from liger_models.distributed.collectives import for_op, ranks_from_op
 from liger_models.kernels.activation.gated_act import gated_act_backward, gated_act_forward
 from liger_models.kernels.frozen.products import WEIGHT, Weight, dense, few_rows, input_product, product
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
+from liger_models.kernels.matmul.narrow_linear import narrow_linear, takes_narrow
 from liger_models.kernels.matmul.row_linear import LowRank, low_rank_pair
 from liger_models.kernels.norm.fused_norm import FusedNorm
 from liger_models.kernels.tiles import accumulate
@@ -312,8 +313,14 @@ def linear_forward(
 
 
 def low_forward(x: Tensor, low_rank: LowRank) -> Tensor:
-    """Compute ``x @ Aᵀ`` [N, R] from x [..., C], for use inside ops."""
+    """Compute ``x @ Aᵀ`` [N, R] from x [..., C], for use inside ops.
+
+    For fewer than `MANY_ROWS` rows, one launch of a special kernel replaces two launches of a library.
+    """
     A, _ = low_rank
+    x = x.to(A.dtype)
+    if not is_batch_invariant() and takes_narrow(x, A, MANY_ROWS):
+        return narrow_linear(x, A)
     return linear_forward(x, A, None).view(-1, A.shape[0])
 
 
