@@ -313,13 +313,10 @@ def linear_forward(
 
 
 def low_forward(x: Tensor, low_rank: LowRank) -> Tensor:
-    """Compute ``x @ Aᵀ`` [N, R] from x [..., C], for use inside ops.
-
-    For fewer than `MANY_ROWS` rows, one launch of a special kernel replaces two launches of a library.
-    """
+    """Compute ``x @ Aᵀ`` [N, R] from x [..., C], for use inside ops."""
     A, _ = low_rank
     x = x.to(A.dtype)
-    if not is_batch_invariant() and takes_narrow(x, A, MANY_ROWS):
+    if takes_narrow(x, A) and not is_batch_invariant():
         return narrow_linear(x, A)
     return linear_forward(x, A, None).view(-1, A.shape[0])
 

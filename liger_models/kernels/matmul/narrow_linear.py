@@ -8,24 +8,27 @@ y is so small that its tiles do not occupy the device. A library therefore divid
 programs, and adds the sums of the programs in a second launch. In this kernel, a program computes all sums of a tile of
 y. The tiles are as small as matrix units allow, so that many multiprocessors read x and W at the same time. The columns
 of W are divided among the warps of the program, because a single warp would wait for each product before the next. At
-the end, the sums of the warps are added in a fixed order.
+the end, the sums of the warps are added in a fixed order. On an H200, 256 rows of 3,072 columns and 32 rows of W take
+3.8 us, and two launches of cuBLAS take 6.2 us.
 """
+
+import math
 
 import torch
 from torch import Tensor
 
-from liger_models.kernels.dispatch import fitting_stages, num_programs, on_device_of, tl, triton, use_triton
+from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton, use_triton
 from liger_models.kernels.matmul.row_linear import MOST_SMALL_ROWS
 from liger_models.kernels.overlap import end_previous, overlap, start_next
 from liger_models.kernels.tiles import cdiv
 
-MOST_OUTPUTS, MOST_INPUTS, MOST_MIB = 64, 8192, 24
-"""The kernel runs if W has at most `MOST_OUTPUTS` rows and `MOST_INPUTS` columns, and all programs together read at
-most `MOST_MIB` MiB. With more, a second launch takes less time than the repeated reads of x and W."""
+MOST_ROWS, MOST_OUTPUTS, MOST_INPUTS, MOST_MIB = 1023, 64, 4096, 14
+"""The kernel runs if x has at most `MOST_ROWS` rows, W has at most `MOST_OUTPUTS` rows and `MOST_INPUTS` columns, and
+all programs together read at most `MOST_MIB` MiB. With more, a second launch takes less time than the repeated reads of
+x and W."""
 
-TILE_OUTPUTS, TILE_ROWS, MOST_TILE_ROWS = 16, 8, 32
-"""A tile of y has `TILE_OUTPUTS` columns and, if each multiprocessor then gets at most one tile, `TILE_ROWS` rows.
-Otherwise, the tile has up to `MOST_TILE_ROWS` rows, so that W is read less often."""
+TILE_OUTPUTS, TILE_ROWS = 16, 8
+"""Number of columns and rows of a tile of y."""
 
 WARPS, WARP_COLUMNS, STAGES = 8, 64, 4
 """A program has `WARPS` warps and `STAGES` steps in flight. In each step, a warp multiplies `WARP_COLUMNS` columns."""
@@ -57,32 +60,26 @@ def _narrow_linear_kernel(
     tl.store(y_ptr + row[None, :] * N + output[:, None], y, mask=(output < N)[:, None] & (row < M)[None, :])
 
 
-def _tiles(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
-    """Return the number of tiles along the columns of y, their number along the rows of y, and the rows of a tile."""
-    M, across, rows = x.numel() // x.shape[-1], cdiv(len(weight), TILE_OUTPUTS), TILE_ROWS
-    while rows < MOST_TILE_ROWS and across * cdiv(M, rows) > num_programs(x, 1):
-        rows *= 2
-    return across, cdiv(M, rows), rows
+def _grid(M: int, N: int) -> tuple[int, int]:
+    return cdiv(N, TILE_OUTPUTS), cdiv(M, TILE_ROWS)
 
 
-def takes_narrow(x: Tensor, weight: Tensor, most: int) -> bool:
-    """Return whether `narrow_linear` supports the product of x [..., K] and weight, and x has fewer than ``most`` rows.
+def takes_narrow(x: Tensor, weight: Tensor) -> bool:
+    """Return whether `narrow_linear` supports the product of x [..., K] and weight.
 
     If x has so few rows that `row_linear_forward` supports the product, the result is False.
     """
     N, K = weight.shape
-    if not (
-        MOST_SMALL_ROWS * K < x.numel() < most * K
+    return (
+        MOST_SMALL_ROWS * K < x.numel() <= MOST_ROWS * K
         and N <= MOST_OUTPUTS
         and K <= MOST_INPUTS
+        and math.prod(_grid(x.numel() // K, N)) * (TILE_OUTPUTS + TILE_ROWS) * K * x.itemsize <= MOST_MIB * 2**20
         and x.dtype == weight.dtype
         and x.dtype in (torch.float16, torch.bfloat16)
         and weight.stride(1) == 1
         and use_triton(x)
-    ):
-        return False
-    across, down, rows = _tiles(x, weight)
-    return across * down * (TILE_OUTPUTS + rows) * K * x.itemsize <= MOST_MIB * 2**20
+    )
 
 
 def narrow_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -90,11 +87,10 @@ def narrow_linear(x: Tensor, weight: Tensor) -> Tensor:
     (N, K), x = weight.shape, x.contiguous()
     M = x.numel() // K
     y = x.new_empty(M, N)
-    across, down, rows = _tiles(x, weight)
-    stage = WARPS * WARP_COLUMNS * (TILE_OUTPUTS + rows) * x.itemsize
+    stage = WARPS * WARP_COLUMNS * (TILE_OUTPUTS + TILE_ROWS) * x.itemsize
     with on_device_of(x):
-        _narrow_linear_kernel[(across, down)](
-            x, weight, y, M, N, K, weight.stride(0), **overlap(x), WARPS=WARPS, OUTPUTS=TILE_OUTPUTS, ROWS=rows,
+        _narrow_linear_kernel[_grid(M, N)](
+            x, weight, y, M, N, K, weight.stride(0), **overlap(x), WARPS=WARPS, OUTPUTS=TILE_OUTPUTS, ROWS=TILE_ROWS,
             COLUMNS=WARP_COLUMNS, num_warps=WARPS, num_stages=fitting_stages(x, STAGES, stage),
         )  # fmt: skip
     return y

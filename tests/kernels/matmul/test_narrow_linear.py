@@ -3,7 +3,7 @@ import torch
 
 from liger_models.kernels.linear import projection
 from liger_models.kernels.linear.low_rank_linear import low_rank_linear
-from liger_models.kernels.linear.projection import MANY_ROWS, low_forward
+from liger_models.kernels.linear.projection import low_forward
 from liger_models.kernels.matmul import narrow_linear as file
 from liger_models.kernels.matmul.batch_invariance import batch_invariant
 from liger_models.kernels.matmul.narrow_linear import narrow_linear, takes_narrow
@@ -35,23 +35,20 @@ def check(M, N, K, dtype, device):
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("most_rows", [8, 32])
-def test_matches_fp64(kernel_device, size, most_rows, monkeypatch, poisoned_empty):
-    """With the smallest tiles, and with the tiles for many rows."""
-    monkeypatch.setattr(file, "MOST_TILE_ROWS", most_rows)
+def test_matches_fp64(kernel_device, size, poisoned_empty):
     for dtype in half(kernel_device):
         check(*size, dtype, kernel_device)
 
 
-@pytest.mark.parametrize("rows", [64, 65, MANY_ROWS - 1, MANY_ROWS])
+@pytest.mark.parametrize("rows", [64, 65, 1023, 1024])
 def test_only_some_products_run_the_kernel(kernel_device, rows, monkeypatch):
     x, A = (draw(n, 16, dtype=torch.float16, device=kernel_device) for n in (rows, 8))
-    assert takes_narrow(x, A, MANY_ROWS) == (64 < rows < MANY_ROWS)
-    assert not takes_narrow(x.float(), A.float(), MANY_ROWS)
-    assert not takes_narrow(x, A.repeat(9, 1), MANY_ROWS)
-    assert not takes_narrow(x, draw(16, 8, dtype=torch.float16, device=kernel_device).t(), MANY_ROWS)
+    assert takes_narrow(x, A) == (64 < rows < 1024)
+    assert not takes_narrow(x.float(), A.float())
+    assert not takes_narrow(x, A.repeat(9, 1))
+    assert not takes_narrow(x, draw(16, 8, dtype=torch.float16, device=kernel_device).t())
     monkeypatch.setattr(file, "MOST_MIB", 0)
-    assert not takes_narrow(x, A, MANY_ROWS)
+    assert not takes_narrow(x, A)
 
 
 def test_the_term_of_a_layer(kernel_device, monkeypatch):
