@@ -348,7 +348,7 @@ def _round_rows_kernel(
 
 @triton.jit
 def _rms_norm_round_kernel(
-    x_ptr, residual_ptr, w_ptr, h_ptr, rstd_ptr, amax_ptr, rows_ptr, inverse_ptr, C, eps, weight_offset,
+    x_ptr, residual_ptr, w_ptr, h_ptr, rstd_ptr, y_ptr, amax_ptr, rows_ptr, inverse_ptr, C, eps, weight_offset,
     ADD: tl.constexpr, SCALE_IN_FP32: tl.constexpr, BY_ROW: tl.constexpr, LIMIT: tl.constexpr, TINY: tl.constexpr,
     POWER_OF_2: tl.constexpr, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -366,7 +366,10 @@ def _rms_norm_round_kernel(
     tl.store(rstd_ptr + tl.program_id(0), rstd)
     # The normalized row is first rounded to the dtype of the residual stream, as the separate op of the norm does.
     w = tl.load(w_ptr + column, mask=inside, other=0.0)
-    y = scale_rows(wide * rstd, w, weight_offset, SCALE_IN_FP32, h.dtype).to(h.dtype).to(tl.float32)
+    y = scale_rows(wide * rstd, w, weight_offset, SCALE_IN_FP32, h.dtype).to(h.dtype)
+    if y_ptr is not None:
+        tl.store(y_ptr + row + column, y, mask=inside)
+    y = y.to(tl.float32)
     amax = tl.max(tl.abs(y), 0)
     if BY_ROW:
         scale = _scale(amax, LIMIT, TINY, POWER_OF_2)
@@ -620,12 +623,13 @@ def float8_pair(codes: Tensor | None, inverse: Tensor | None) -> Float8 | None:
 
 def rms_norm_round(
     x: Tensor | None, residual: Tensor, weight: Tensor, eps: float, weight_offset: float, scale_in_fp32: bool,
-    recipe: Recipe, amax: Tensor,
+    recipe: Recipe, amax: Tensor, y: Tensor | None = None,
 ) -> tuple[Float8, Tensor, Tensor]:  # fmt: skip
     """Compute ``h = residual + x``, and round `rms_norm` of h to float8 by rows. Return ``(rows, h, rstd)``.
 
-    Rows must have at most `row_norm.MAX_TILE` columns. With one scale per row, a single kernel computes everything.
-    Otherwise, a first kernel raises ``amax`` [1] to the largest absolute value, and a second kernel rounds.
+    If ``y`` [..., C] is given, `rms_norm` of h is also written to it, in the dtype of the residual. Rows must have at
+    most `row_norm.MAX_TILE` columns. With one scale per row, a single kernel computes everything. Otherwise, a first
+    kernel raises ``amax`` [1] to the largest absolute value, and a second kernel rounds.
     """
     # The kernel adds and normalizes. With one scale per row, it also rounds; otherwise, it finds the maximum.
     residual = residual.contiguous()
@@ -641,7 +645,7 @@ def rms_norm_round(
     if N:
         with on_device_of(h):
             _rms_norm_round_kernel[(N,)](
-                residual if x is None else x.contiguous(), residual, weight, h, rstd, amax.view(torch.int32), rows,
+                residual if x is None else x.contiguous(), residual, weight, h, rstd, y, amax.view(torch.int32), rows,
                 inverse, C, eps, weight_offset, ADD=x is not None, SCALE_IN_FP32=scale_in_fp32, BY_ROW=recipe.by_row,
                 BLOCK=block, num_warps=num_warps(block), **_limits(dtype, recipe.power_of_2), **overlap(h),
             )  # fmt: skip

@@ -61,6 +61,53 @@ def test_the_norm_rounds_its_rows(kernel_device, roundings, monkeypatch, shape, 
     assert_near(y, want, kernel_device)
 
 
+@pytest.mark.parametrize("many_rows", [1, MANY + 1])
+def test_a_low_rank_term_reads_exact_rows(kernel_device, roundings, monkeypatch, many_rows):
+    """The norm writes rounded rows for the product with the weight, and exact rows for the product with A."""
+    monkeypatch.setattr("liger_models.kernels.linear.projection.MANY_ROWS", many_rows)
+    pair = [draw(*size, device=kernel_device).requires_grad_() for size in ((4, C), (OUT, 4))]
+    weight, bias = round_weight(draw(OUT, C, device=kernel_device)), draw(OUT, device=kernel_device)
+    zero = round_weight(torch.zeros_like(weight.dense()))
+    residual, norm = draw(2, MANY, C, device=kernel_device), draw(C, device=kernel_device)
+    results = []
+    for _ in range(2):
+        roundings.clear()
+        y, _ = rms_norm_linear(None, residual, norm, weight, bias, low_rank=pair)
+        term, _ = rms_norm_linear(None, residual, norm, zero, low_rank=pair)
+        results.append((y, term, *torch.autograd.grad(y.sum(), pair), [*roundings]))
+        separate(monkeypatch)
+    (y, term, dA, dB, fused), (want, *exact, plain) = results
+    assert fused == ["rms_norm_round"] * 2
+    assert plain == ["quantize_rows"] * 2
+    assert_near(y, want, kernel_device)
+    for got, expected in zip((term, dA, dB), exact, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_an_mlp_with_low_rank_terms(kernel_device, roundings, monkeypatch, recompute):
+    """Only the norm rounds its rows, because the product with the second A reads the activation's exact rows."""
+    monkeypatch.setattr("liger_models.kernels.linear.projection.MANY_ROWS", 1)
+    mlp = round_weight(draw(2 * F, C, device=kernel_device)), round_weight(draw(OUT, F, device=kernel_device))
+    sizes = (4, C), (2 * F, 4), (4, F), (OUT, 4)
+    leaves = [draw(*size, device=kernel_device).div(8).requires_grad_() for size in ((MANY, C), *sizes)]
+    norm, dy = draw(C, device=kernel_device), draw(MANY, OUT, device=kernel_device)
+    results = []
+    for _ in range(2):
+        roundings.clear()
+        residual, *pairs = leaves
+        y, _ = gated_mlp(
+            None, residual, norm, *mlp, recompute=recompute, gate_up_low_rank=pairs[:2], down_low_rank=pairs[2:]
+        )
+        results.append((y, *torch.autograd.grad(y, leaves, dy), [*roundings]))
+        separate(monkeypatch)
+    (*got, fused), (*want, plain) = results
+    assert fused == ["rms_norm_round", "quantize_rows", *["round_rows"] * recompute, "quantize_rows", "quantize_rows"]
+    assert plain == ["quantize_rows"] * (4 + recompute)
+    for tensor, expected in zip(got, want, strict=True):
+        assert_near(tensor, expected, kernel_device)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_activation_rounds_its_rows(kernel_device, roundings, monkeypatch, recompute):
     mlp = round_weight(draw(2 * F, C, device=kernel_device)), round_weight(draw(OUT, F, device=kernel_device))
@@ -83,17 +130,15 @@ def test_the_activation_rounds_its_rows(kernel_device, roundings, monkeypatch, r
 def test_other_rows_are_not_rounded_early(kernel_device, roundings):
     weight, norm = round_weight(draw(OUT, C, device=kernel_device)), draw(C, device=kernel_device)
     odd = round_weight(draw(OUT + 1, C, device=kernel_device))
-    pair = draw(4, C, device=kernel_device), draw(OUT, 4, device=kernel_device)
     many, few = draw(MANY, C, device=kernel_device), draw(MOST_ROWS, C, device=kernel_device)
     roundings.clear()
     if kernel_device == "cuda":  # the interpreter multiplies few rows in fp16 only
         rms_norm_linear(None, few, norm, weight)
     rms_norm_linear(None, many, norm, odd)
     assert roundings == []
-    rms_norm_linear(None, many, norm, weight, low_rank=pair)
     layer_norm_linear(None, many, norm, None, weight)
     rms_norm_linear(None, many.float(), norm, weight)
-    assert roundings == ["quantize_rows"] * 3
+    assert roundings == ["quantize_rows"] * 2
 
 
 def test_a_weight_is_rounded_by_rows(kernel_device):
