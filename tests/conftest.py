@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # NumPy's, for Triton's interpreter; its threads would wait in a busy loop
+import numpy as np
 import torch
 
 from . import no_gpu  # noqa: F401
@@ -169,6 +170,16 @@ def _same_random_numbers_in_every_run():
         torch.manual_seed(0)
     else:  # without devices, the call above records a stack trace, which takes longer
         torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture
+def sums_without_order(monkeypatch):
+    """Compute the interpreter's products in fp64, where the order of the sums leaves no trace in fp32.
+
+    In NumPy's own order, the bits of a row depend on its place in the tile, with the kernels for CPUs without AVX-512.
+    """
+    matmul = np.matmul
+    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: matmul(a, b, dtype=np.float64).astype(dtype))
 
 
 @pytest.fixture

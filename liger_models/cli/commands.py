@@ -158,6 +158,9 @@ def info(
     dtype: Annotated[str, typer.Option(help="Dtype of weights, gradients, moments and activations.")] = "bfloat16",
     moments_8bit: Annotated[bool, typer.Option("--moments-8bit", help="AdamW's moments in 8 bits.")] = False,
     muon: Annotated[bool, typer.Option("--muon", help="Muon for the weights of linear layers.")] = False,
+    gate_up_8bit: Annotated[
+        bool, typer.Option("--gate-up-8bit", help="Gate and up of the MLPs saved in 8 bits.")
+    ] = False,
     budget: Annotated[
         str | None, typer.Option("--memory", help="Plan a step within this memory, such as 60GB.")
     ] = None,
@@ -174,6 +177,8 @@ def info(
 
     # Create the model on the meta device, the estimate and, if there is a budget, the plan.
     empty = _empty_model(model, revision)
+    if gate_up_8bit:
+        empty.set_gate_up_8bit()
     memory = training_memory(empty, tokens, _dtype(dtype), moments_8bit=moments_8bit, muon=muon)
     plan = None
     if budget is not None:  # Muon's momentum stays on the device, and Muon needs whole gradients

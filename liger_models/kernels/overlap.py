@@ -32,7 +32,7 @@ def overlapping(active: bool = True) -> Iterator[None]:
     """Return a context manager in which kernels overlap or, with ``active=False``, do not overlap.
 
     Kernels load weights before the previous kernel ends, so no kernel in this context may write to a weight. The same
-    applies to every tensor that is passed to `row_linear` as its weight.
+    applies to every tensor that is passed to `row_linear` or `narrow_linear` as its weight.
     """
     global _active
     before, _active = _active, active

@@ -566,16 +566,17 @@ class Decoder(nn.Module):
         is recomputed. The loss does not change. The gradients do: the backward computes the activation and its
         derivative from rounded numbers, which differ from the exact ones by at most 0.4% of the largest of 32
         neighbors. The choice applies to blocks with the checkpointing policy "none", and on accelerators. Routed
-        experts, and MLPs that do not run as one op because they have hooks or multipliers, save gate and up in full.
+        experts save gate and up in full. So does an MLP that does not run as one op, for example because it has hooks
+        or multipliers, or because its adapters have dropout or are DoRA's.
 
         Raises:
-            ValueError: no block has a gated MLP.
+            ValueError: no block has a gated MLP that can run as one op.
         """
         found = [layer.set_gate_up_8bit(enabled) for layer in layers_of(self.layers)]
         if not any(found):
             raise ValueError(
-                f"set_gate_up_8bit: the model must have gated MLPs, got {type(self).__name__} without any. Recompute "
-                'them instead, with set_checkpointing("selective").'
+                f"set_gate_up_8bit: the model must have gated MLPs that run as one op, got {type(self).__name__} "
+                'without any. Recompute the MLPs instead, with set_checkpointing("selective").'
             )
 
     @foreign_arguments("forward")

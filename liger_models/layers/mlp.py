@@ -104,7 +104,9 @@ class GatedMLP(Layer):
         return 0.0 if policy == "none" else 2 / 3
 
     def set_gate_up_8bit(self, enabled: bool) -> bool:
-        """Choose whether gate and up are saved in 8 bits. Return True, because the layer can do this."""
+        """Choose whether gate and up are saved in 8 bits; see `Layer.set_gate_up_8bit`."""
+        if not self.kernel or self.multipliers != (1.0, 1.0):
+            return False
         self.gate_up_8bit = enabled
         return True
 
@@ -175,7 +177,7 @@ class GatedMLP(Layer):
         options: dict[str, Any] = {"act": self.act, "recompute": self.recompute}
         # In float8, the op also gets the weights that FSDP has gathered in float8, if there are any.
         if recipe:
-            if self.gate_up_8bit:
+            if self.gate_up_8bit and not self.recompute and torch.is_grad_enabled():
                 raise ValueError(
                     "set_gate_up_8bit: an MLP with float8 products saves gate and up in full, got both. Leave out "
                     "convert_to_float8, or call set_gate_up_8bit(False)."
@@ -408,6 +410,10 @@ class TiledMLP(GatedMLP):
     def recomputed_share(self, policy: str) -> float:
         """Return which fraction of the MLP the backward repeats: 2 / 3 (gate and up) for every policy."""
         return 2 / 3
+
+    def set_gate_up_8bit(self, enabled: bool) -> bool:
+        """Return False, because gate and up are never saved."""
+        return False
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., C] to [..., C]."""

@@ -211,6 +211,7 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
         self._check_weights()
         self._check_sharing()
         self._check_objective()
+        self._check_saved()
 
     def changed(self, **changes: Any) -> "Self":
         """Return a copy with changed options. The copy still knows which options the user has given."""
@@ -269,6 +270,14 @@ class TrainOptions(LoggingOptions, ParallelOptions, AdapterOptions, OptimizerOpt
             raise ValueError(
                 f"TrainOptions: length must be a multiple of the {self.sharing} GPUs that share a row, got "
                 f"{self.length}."
+            )
+
+    def _check_saved(self) -> None:
+        # Neither adapters with dropout nor recomputation save gate and up for the fused MLP.
+        if self.gate_up_8bit and (self.lora_dropout > 0 or self.checkpointing in ("selective", "full")):
+            raise ValueError(
+                "TrainOptions: gate_up_8bit has no effect with lora_dropout, or with checkpointing selective or full, "
+                f"got lora_dropout={self.lora_dropout} and checkpointing={self.checkpointing}. Leave it out."
             )
 
     def _check_objective(self) -> None:

@@ -110,6 +110,9 @@ def test_info(folder):
     matrices = 2 * sum(p.numel() for p in model.hidden_matrices().values())
     both = 4 * model.num_parameters()
     assert moments == [both, sum(sum(moment_bytes(*each)) for each in kinds), both - matrices]
+    full, coded = (read("info", "model", *more)["training"]["activations"] for more in ((), ("--gate-up-8bit",)))
+    assert coded["none"] < full["none"]
+    assert coded["selective"] == full["selective"]
 
 
 def test_download(folder, monkeypatch):

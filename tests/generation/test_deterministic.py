@@ -91,6 +91,7 @@ def test_families(arch, dtype):
 
 @pytest.mark.cases(2)
 @pytest.mark.slow
+@pytest.mark.usefixtures("sums_without_order")
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "qwen3_moe", "gpt_oss", "deepseek_v2"])
 def test_the_kernels(arch, kernel_device):
     model = family(arch, device=kernel_device)

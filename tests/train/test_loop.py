@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from liger_models import AutoLigerModel, LigerLlama, LlamaConfig, PackedDataset
 from liger_models.adapters import load_adapter
 from liger_models.data import collate
+from liger_models.layers.mlp import GatedMLP
 from liger_models.memory import training_memory
 from liger_models.parallel import clip_grad_norm_, compile_blocks, fsdp, save_state
 from liger_models.train import loop
@@ -162,6 +163,27 @@ def test_two_ranks_train_die_and_go_on(folder, whole, monkeypatch):
     main(["config.yaml", "--output", "fewer", "--batch-size", "4", *EVALUATED])  # one process
     again = [line["loss"] for line in log(folder / "fewer") if "loss" in line]
     torch.testing.assert_close(again, losses, rtol=1e-4, atol=0)  # the same rows, added in another order
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_gate_and_up_in_8_bits(folder, tmp_path, monkeypatch):
+    """The option reaches every MLP of the model that is trained."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    chosen: list[bool] = []
+    forward = GatedMLP.add_norm
+    monkeypatch.setattr(
+        GatedMLP, "add_norm", lambda mlp, *given: chosen.append(mlp.gate_up_8bit) or forward(mlp, *given)
+    )
+    for value in (False, True):
+        chosen.clear()
+        data = [str(folder / "train.jsonl")]
+        options: dict[str, Any] = {"data": data, "length": 64, "steps": 1, "workers": 0, "device": "cpu"}
+        output = str(tmp_path / str(value))
+        train(TrainOptions(model=str(folder / "checkpoint"), output=output, gate_up_8bit=value, **options))
+        assert set(chosen) == {value}
+    for more in ({"lora_r": 2, "lora_dropout": 0.1}, {"checkpointing": "selective"}):
+        with pytest.raises(ValueError, match="TrainOptions: gate_up_8bit has no effect with lora_dropout, or with"):
+            TrainOptions(model="model", output="run", data=["data"], gate_up_8bit=True, **more)
 
 
 @pytest.mark.usefixtures("on_the_cpu")

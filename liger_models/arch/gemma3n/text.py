@@ -182,6 +182,10 @@ class SparseMLP(GatedMLP):
             return x.mean(-1, keepdim=True)
         return sum_over(x.sum(-1, keepdim=True), group) / self.parts
 
+    def set_gate_up_8bit(self, enabled: bool) -> bool:
+        """Return False, because no kernel computes this MLP."""
+        return False
+
     def _fuses(self, x: Tensor) -> bool:
         return False
 

@@ -17,6 +17,7 @@ ups, share a scale in groups of `GROUP`::
     code = round(u' / scale)                 an integer from -127 to 127
 
 A number that is read back differs from u' by at most half a scale, which is 0.4% of the largest number of the group.
+Numbers below 1e-35 may be read back as zeros. NaN and infinities have no codes; y contains them.
 
 Source: https://arxiv.org/abs/2002.05202, https://arxiv.org/abs/2106.09685, and https://arxiv.org/abs/2410.19313 for
 saving activations in 8 bits.

@@ -45,6 +45,9 @@ class RoundedRows(NamedTuple):
         return self
 
 
+ROUNDED = Float8, RoundedRows
+
+
 class FrozenFloat8Product(Product):
     """The products of a projection with a frozen weight in float8.
 
@@ -72,13 +75,13 @@ class FrozenFloat8Product(Product):
     def normed_again(self, norm: FusedNorm, h: Tensor, statistics: Tensor, *, for_weight: bool) -> Any:
         """Recompute the normalized rows [N, C]; see `Product.normed_again`."""
         rounds = norm_rounds(norm, h, self.dtype) and self._rounds(h)
+        if rounds and not for_weight and norm.weight is not None and self.low_rank is None:
+            matrix = normed_matrix(h, norm.weight, statistics, norm.weight_offset, norm.scale_in_fp32)
+            return round_rows(matrix, DTYPE, power_of_2=False)
+        rows = super().normed_again(norm, h, statistics, for_weight=for_weight)
         if for_weight or norm.weight is None or not rounds:
-            return super().normed_again(norm, h, statistics, for_weight=for_weight)
-        matrix = normed_matrix(h, norm.weight, statistics, norm.weight_offset, norm.scale_in_fp32)
-        rounded = round_rows(matrix, DTYPE, power_of_2=False)
-        if self.low_rank is None:
-            return rounded
-        return RoundedRows(super().normed_again(norm, h, statistics, for_weight=False), rounded)
+            return rows
+        return RoundedRows(rows, round_rows(Matrix("plain", rows), DTYPE, power_of_2=False))
 
     def low(self, rows: Any) -> Tensor | None:
         """Compute n @ Aᵀ [N, R]; see `Product.low`."""
@@ -86,7 +89,7 @@ class FrozenFloat8Product(Product):
 
     def forward(self, rows: Any, low: Tensor | None = None) -> Tensor:
         """Compute y from rows [..., C]. If the rows are rounded, y is [N, O]."""
-        if not isinstance(rows, (Float8, RoundedRows)):
+        if not isinstance(rows, ROUNDED):
             return super().forward(rows, low)
         rounded = rows if isinstance(rows, Float8) else rows.rounded
         bias = None if self.bias is None else self.bias.to(self.dtype)
@@ -96,8 +99,7 @@ class FrozenFloat8Product(Product):
 
     def gated_forward(self, rows: Any, act: str) -> tuple[Tensor, Tensor | None]:
         """Compute y from rows [N, C], and with few rows also `gated_act` of y; see `Product.gated_forward`."""
-        is_rounded = isinstance(rows, (Float8, RoundedRows))
-        return (self.forward(rows), None) if is_rounded else super().gated_forward(rows, act)
+        return (self.forward(rows), None) if isinstance(rows, ROUNDED) else super().gated_forward(rows, act)
 
     def gated(self, gate_up: Tensor, act: str) -> Any:
         """Compute `gated_act` of gates and ups [N, 2 F], and round the result if there is no low-rank term."""

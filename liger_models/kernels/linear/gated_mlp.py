@@ -317,7 +317,8 @@ def _forward_rows(inputs: GatedMLPInputs, products: Products) -> GatedMLPOutputs
         return GatedMLPOutputs(y, h, statistics, None)
 
     normed = gather_rows(normed, ranks)
-    gate_up_low = gate_up.low(normed.to(gate_up.dtype)) if inputs.keeps_low else None  # [N, R]
+    keeps = inputs.keeps_low and gate_up.low_rank is not None
+    gate_up_low = gate_up.low(normed.to(gate_up.dtype)) if keeps else None  # [N, R]
     codes = None
     if gate_up_low is None and not inputs.gate_up_8bit:
         u, product = gate_up.gated_forward(normed, inputs.act)  # [N, 2 F], [N, F]
@@ -418,7 +419,7 @@ def _backward_rows(
     recomputed = u is None
     if recomputed and (need_du or needs.down.by_rows):
         normed = gather_rows(gate_up.normed_again(norm, h, statistics, for_weight=False), ranks)
-        gate_up_low = gate_up.low(normed.to(gate_up.dtype)) if keeps else None
+        gate_up_low = gate_up.low(normed.to(gate_up.dtype)) if keeps and gate_up.low_rank is not None else None
         u = (gate_up if gate_up_low is None else gate_up.without_low_rank()).forward(normed)
         del normed
 
@@ -426,11 +427,10 @@ def _backward_rows(
     # If u was recomputed, du overwrites u.
     dy_operand = down.upstream(dy, for_rows=need_du, for_weight=needs.down.weight)
     if u is not None and (keeps or u_scales is not None):
-        given = u if u_scales is None else Codes(u, u_scales)
         du, product, g = _backward_of_terms(
-            dy_operand, given, gate_up_low, act, products, need_du, needs.down, recomputed
-        )
-        del given
+            dy_operand, u if u_scales is None else Codes(u, u_scales), gate_up_low, act, products, need_du, needs.down,
+            recomputed,
+        )  # fmt: skip
     elif u is not None and need_du:
         d_product, g = down.rows_gradient(dy_operand)  # [N, F]
         du, product = gate_up.gated_backward(
@@ -486,7 +486,11 @@ def _backward_of_terms(
         return None, None, None
     # Codes hold the sum of u and the low-rank term.
     term = None if gate_up_low is None or isinstance(u, Codes) else gate_up.term(gate_up_low)
-    if not need_du and not isinstance(u, Codes):
+    if not need_du:
+        if isinstance(u, Codes):  # only the kernel of the backward reads codes, and dy does not affect the product
+            N, width = u.codes.shape
+            _, product = low_rank_gated_act_backward(dy.new_empty(N, width // 2), u, act, True, None, None)
+            return None, product, None
         return None, down.gated_again(u, act) if term is None else low_rank_gated_act(u, act, term), None
 
     d_term = None
@@ -499,7 +503,7 @@ def _backward_of_terms(
     else:
         d_product, g = down.rows_gradient(dy)
     du, product = low_rank_gated_act_backward(d_product, u, act, needs.by_rows, term, d_term, overwrite_u=overwrite_u)
-    return du if need_du else None, product, g
+    return du, product, g
 
 
 def _rounded(gradients: GatedMLPGradients, norm: FusedNorm, dtype: torch.dtype) -> GatedMLPGradients:
@@ -520,7 +524,7 @@ def gated_mlp_fake(inputs: GatedMLPInputs) -> GatedMLPOutputs:
     u = None if inputs.recompute else gate_up.new_empty(*rows, gate_up.shape[0])
     u_scales = None
     if u is not None and inputs.gate_up_8bit:
-        codes, u_scales = empty_codes(u.flatten(0, -2))
+        codes, u_scales = empty_codes(u.view(y.numel() // y.shape[-1], u.shape[-1]))
         u = codes.view(u.shape)
     return GatedMLPOutputs(
         y=y,

@@ -65,8 +65,8 @@ def test_the_norm_rounds_its_rows(kernel_device, roundings, monkeypatch, shape, 
 def test_a_low_rank_term_reads_exact_rows(kernel_device, roundings, monkeypatch, many_rows):
     """The norm writes rounded rows for the product with the weight, and exact rows for the product with A."""
     monkeypatch.setattr("liger_models.kernels.linear.projection.MANY_ROWS", many_rows)
-    pair = [draw(*size, device=kernel_device).requires_grad_() for size in ((4, C), (OUT, 4))]
-    weight, bias = round_weight(draw(OUT, C, device=kernel_device)), draw(OUT, device=kernel_device)
+    pair = [draw(*size, device=kernel_device).div(8).requires_grad_() for size in ((4, C), (OUT, 4))]
+    weight, bias = round_weight(draw(OUT, C, device=kernel_device)), 8 * draw(OUT, device=kernel_device)
     zero = round_weight(torch.zeros_like(weight.dense()))
     residual, norm = draw(2, MANY, C, device=kernel_device), draw(C, device=kernel_device)
     results = []
@@ -84,8 +84,9 @@ def test_a_low_rank_term_reads_exact_rows(kernel_device, roundings, monkeypatch,
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("gate_up_8bit", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_an_mlp_with_low_rank_terms(kernel_device, roundings, monkeypatch, recompute):
+def test_an_mlp_with_low_rank_terms(kernel_device, roundings, monkeypatch, recompute, gate_up_8bit):
     """Only the norm rounds its rows, because the product with the second A reads the activation's exact rows."""
     monkeypatch.setattr("liger_models.kernels.linear.projection.MANY_ROWS", 1)
     mlp = round_weight(draw(2 * F, C, device=kernel_device)), round_weight(draw(OUT, F, device=kernel_device))
@@ -97,8 +98,9 @@ def test_an_mlp_with_low_rank_terms(kernel_device, roundings, monkeypatch, recom
         roundings.clear()
         residual, *pairs = leaves
         y, _ = gated_mlp(
-            None, residual, norm, *mlp, recompute=recompute, gate_up_low_rank=pairs[:2], down_low_rank=pairs[2:]
-        )
+            None, residual, norm, *mlp, recompute=recompute, gate_up_8bit=gate_up_8bit, gate_up_low_rank=pairs[:2],
+            down_low_rank=pairs[2:],
+        )  # fmt: skip
         results.append((y, *torch.autograd.grad(y, leaves, dy), [*roundings]))
         separate(monkeypatch)
     (*got, fused), (*want, plain) = results
@@ -106,6 +108,26 @@ def test_an_mlp_with_low_rank_terms(kernel_device, roundings, monkeypatch, recom
     assert plain == ["quantize_rows"] * (4 + recompute)
     for tensor, expected in zip(got, want, strict=True):
         assert_near(tensor, expected, kernel_device)
+
+
+@pytest.mark.parametrize("missing", ["gate_up_low_rank", "down_low_rank"])
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"gate_up_8bit": True}], ids=str)
+def test_an_mlp_with_one_low_rank_term(kernel_device, monkeypatch, options, missing):
+    monkeypatch.setattr("liger_models.kernels.linear.projection.MANY_ROWS", 1)
+    mlp = round_weight(draw(2 * F, C, device=kernel_device)), round_weight(draw(OUT, F, device=kernel_device))
+    sizes = {"gate_up_low_rank": ((4, C), (2 * F, 4)), "down_low_rank": ((4, F), (OUT, 4))}
+    del sizes[missing]
+    ((name, shapes),) = sizes.items()
+    leaves = [draw(*size, device=kernel_device).div(8).requires_grad_() for size in ((MANY, C), *shapes)]
+    norm, dy = draw(C, device=kernel_device), draw(MANY, OUT, device=kernel_device)
+    results = []
+    for _ in range(2):
+        residual, *pair = leaves
+        y, _ = gated_mlp(None, residual, norm, *mlp, **{name: pair}, **options)
+        results.append((y, *torch.autograd.grad(y, leaves, dy)))
+        separate(monkeypatch)
+    for got, want in zip(*results, strict=True):
+        assert_near(got, want, kernel_device)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,13 +30,6 @@ def test_matches_fp64(backend, size):
 def test_real_sizes(size):
     for dtype in dtypes("cuda"):
         check_rows(*size, dtype, "cuda", [1, 2, 17, 64, 65, 128, size[0] - 3])
-
-
-@pytest.fixture
-def sums_without_order(monkeypatch):
-    """The interpreter's products, in fp64: in NumPy's own order, the bits of a row depend on its place in the tile."""
-    matmul = np.matmul
-    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: matmul(a, b, dtype=np.float64).astype(dtype))
 
 
 @pytest.mark.cases(4)
