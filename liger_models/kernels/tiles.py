@@ -61,9 +61,9 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 0 else 0
 
 
-def rank_tile(R: int) -> int:
-    """Return the width of a tile that holds the R columns of a low-rank factor. Matrix units require at least 16."""
-    return max(next_power_of_2(R), 16)
+def dot_tile(size: int) -> int:
+    """Return the length of a tile's dimension that holds ``size`` elements. Matrix units require at least 16."""
+    return max(next_power_of_2(size), 16)
 
 
 def num_warps(block: int, most: int = 16) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from .families import (
     VISION_CASES,
     assert_bounds_under_other_names,
     assert_same_gradients,
+    double,
     error,
     fp64_twin,
     gradients_of,
@@ -90,7 +92,14 @@ def test_logits_loss_and_gradients(pair):
     got = ours(ids, labels=labels, **options)
     assert error(got.loss, want.loss) <= LIMIT
     got.loss.backward()
-    assert_same_gradients(ours, theirs)
+
+    def twins() -> tuple[Any, Any]:
+        wide = {name: x.double() if x.is_floating_point() else x for name, x in options.items()}
+        given = {"token_type_ids": types, "labels": labels, **wide}
+        own = fp64_twin(ours, input_ids=ids, labels=labels, **options)
+        return own, double(theirs, lambda model: model(ids, **given).loss)
+
+    assert_same_gradients(ours, theirs, twins=twins)
     assert any(is_tower(name) and gradient.any() for name, gradient in gradients_of(ours).items())
 
 

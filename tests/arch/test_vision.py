@@ -28,6 +28,7 @@ from .families import (
     assert_bounds_under_other_names,
     assert_same_gradients,
     auto_class,
+    double,
     error,
     every_video_case,
     fp64_twin,
@@ -138,14 +139,14 @@ def test_logits_loss_and_gradients(pair, rows):
     assert error(got.loss, want.loss) <= LIMIT
     got.loss.backward()
 
-    def twin() -> Any:
-        wide = copy.deepcopy(theirs).double()
+    def loss(wide: Any) -> Tensor:
         wide.set_experts_implementation("eager")  # the others have no fp64
-        wide.zero_grad()
-        batch.theirs(wide, labels=batch.labels, **mask).loss.backward()
-        return wide
+        return batch.theirs(wide, labels=batch.labels, **mask).loss
 
-    assert_same_gradients(ours, theirs, twin=twin)
+    def twins() -> tuple[Any, Any]:
+        return fp64_twin(ours, input_ids=batch.ids, labels=batch.labels, **batch.inputs, **mask), double(theirs, loss)
+
+    assert_same_gradients(ours, theirs, twins=twins)
     assert any(is_tower(name) and gradient.any() for name, gradient in gradients_of(ours).items())
 
 

@@ -502,6 +502,27 @@ def test_kernels(two_with_kernels, name, sequence_parallel, policy, with_adapter
     two_with_kernels(run_kernels, name, sequence_parallel, policy, with_adapters)
 
 
+def run_in_8_bits(sequence_parallel: bool) -> None:
+    """The loss is the same, and the gradients are near those of the exact gates and ups."""
+    inputs, results = {key: value[:2, :6] for key, value in batch(0).items()}, []
+    for in_8bit in (False, True):
+        model = apply_tp(one_block(*run_config("qwen3")), mesh_of(2), sequence_parallel=sequence_parallel)
+        if in_8bit:
+            model.set_gate_up_8bit()
+        loss = model(**inputs).loss
+        loss.backward()
+        results.append((loss.detach(), gradients(model)))
+    (loss, exact), (same, rounded) = results
+    assert torch.equal(loss, same)
+    errors = [((rounded[name] - exact[name]).norm() / exact[name].norm()).item() for name in exact]
+    assert 1e-6 < max(errors) < 0.02
+
+
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.matrix), True])
+def test_gate_and_up_in_8_bits(two_with_kernels, sequence_parallel):
+    two_with_kernels(run_in_8_bits, sequence_parallel)
+
+
 def run_image_kernels(name: str, sequence_parallel: bool) -> None:
     arch, config = image_config(name, num_hidden_layers=2)
     results = []

@@ -31,7 +31,7 @@ from torch import Tensor
 from liger_models.kernels.activation.gated_act import _activation
 from liger_models.kernels.dispatch import on_device_of, tl, triton
 from liger_models.kernels.overlap import await_previous, overlap
-from liger_models.kernels.tiles import cdiv, dot_precision, rank_tile
+from liger_models.kernels.tiles import cdiv, dot_precision, dot_tile
 
 ROWS, COLUMNS, NUM_WARPS = 64, 32, 4
 """Number of rows and columns of the results per program, and number of warps per program."""
@@ -291,7 +291,7 @@ def _sizes(term: Term) -> tuple[int, ...]:
 
 
 def _ranks(term: Term | None) -> int:
-    return rank_tile(0 if term is None else term[0].shape[1])
+    return dot_tile(0 if term is None else term[0].shape[1])
 
 
 def _constants(u: Tensor, rows: int, warps: int) -> dict[str, object]:

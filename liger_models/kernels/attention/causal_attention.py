@@ -71,7 +71,7 @@ from liger_models.kernels.attention.causal_attention_kernels import (
 from liger_models.kernels.attention.heads import check_heads
 from liger_models.kernels.attention.workspace import Launch, launches
 from liger_models.kernels.dispatch import TensorDescriptor, fitting_stages, num_programs, on_device_of, use_triton
-from liger_models.kernels.tiles import cdiv, dot_precision, next_power_of_2
+from liger_models.kernels.tiles import cdiv, dot_precision, dot_tile
 
 
 class Tiles(NamedTuple):
@@ -218,7 +218,7 @@ class LaunchPlan:
 
     def columns(self, width: int) -> int:
         """For heads with ``width`` columns, return the number of columns of a tile of o, dq, dk or dv."""
-        return min(self.tiles.columns, max(next_power_of_2(width), 16))
+        return min(self.tiles.columns, dot_tile(width))
 
     def workspace(self, like: Tensor) -> Tensor:
         """Allocate an uninitialized workspace [places · BLOCK_M, BLOCK_N]."""
@@ -342,7 +342,7 @@ def _row_products(out: Tensor, d_out: Tensor, like: Tensor) -> Tensor:
     B, T, H, V = out.shape
     delta, vectors = torch.empty_like(like), B * T * H
     row_products_kernel[(cdiv(vectors, 4),)](
-        out, d_out, delta, vectors, T, *d_out.stride()[:3], H=H, D=V, BLOCK_D=max(next_power_of_2(V), 16), ROWS=4
+        out, d_out, delta, vectors, T, *d_out.stride()[:3], H=H, D=V, BLOCK_D=dot_tile(V), ROWS=4
     )
     return delta
 

@@ -51,7 +51,7 @@ from liger_models.kernels.attention.scaled_pages import (
 )
 from liger_models.kernels.dispatch import fitting_stages, has_ptx, num_programs, on_device_of, tl, triton, use_triton
 from liger_models.kernels.overlap import await_previous, overlap
-from liger_models.kernels.tiles import cdiv, contiguous_rows, dot_precision, next_power_of_2, scale_and_cap
+from liger_models.kernels.tiles import cdiv, contiguous_rows, dot_precision, dot_tile, next_power_of_2, scale_and_cap
 
 PROGRAMS_PER_SM = 2
 MOST_PARTS = 128
@@ -423,9 +423,9 @@ def _decode_attention(
 
     # Choose the number of query heads per program and the number of keys per step. The keys of a step must be in one
     # page.
-    block_v = max(next_power_of_2(V // 2 if scaled else V), 16)  # pairs of columns of values with scales
-    block_d = block_v if latent else max(next_power_of_2(D), 16)
-    block_rest = max(next_power_of_2(D - V), 16) if latent else 0
+    block_v = dot_tile(V // 2 if scaled else V)  # pairs of columns of values with scales
+    block_d = block_v if latent else dot_tile(D)
+    block_rest = dot_tile(D - V) if latent else 0
     most_queries, read = MOST_QUERIES, 2 * block_d  # columns of keys and values
     widest = max(block_d, next_power_of_2(V))
     step_bytes, stages = (SCALED_STEP_BYTES, SCALED_STAGES) if scaled else (STEP_BYTES, STAGES)
@@ -457,7 +457,7 @@ def _decode_attention(
         results = torch.empty(B, H, parts + shared_parts, V, dtype=torch.float32, device=q.device)
         lse = torch.empty(B, H, parts + shared_parts, dtype=torch.float32, device=q.device)
     sinks_or_any = out if sinks is None else sinks.contiguous()
-    columns = min(max(next_power_of_2(V), 16), COMBINED_COLUMNS)
+    columns = min(dot_tile(V), COMBINED_COLUMNS)
     constants: dict[str, Any] = {
         "G": G, "GROUP": H // G, "D": D, "V": V, "PAGE": page, "PARTS": parts, "HAS_SOFTCAP": softcap is not None,
         "PRECISION": dot_precision(q), "SCALED": scaled, "PTX": has_ptx(q), "BLOCK_N": block_n, "BLOCK_D": block_d,

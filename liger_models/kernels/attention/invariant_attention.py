@@ -31,7 +31,7 @@ from liger_models.common.errors import check_floating
 from liger_models.common.ops import define_op
 from liger_models.kernels.attention.heads import LOG2_E, check_heads, softmax_step
 from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton, use_triton
-from liger_models.kernels.tiles import cdiv, contiguous_rows, dot_precision, next_power_of_2, scale_and_cap
+from liger_models.kernels.tiles import cdiv, contiguous_rows, dot_precision, dot_tile, next_power_of_2, scale_and_cap
 
 
 class Tile(NamedTuple):
@@ -186,7 +186,7 @@ def _invariant_attention(
     tile = TILES[q.itemsize][max(D, V) > 128]
     heads = min(next_power_of_2(H // G), tile.rows)
     tokens = tile.rows // heads if table is None else 1
-    block_d, block_v = (max(next_power_of_2(width), 16) for width in (D, V))
+    block_d, block_v = (dot_tile(width) for width in (D, V))
     if out.numel():
         with on_device_of(q):
             _invariant_attention_kernel[(cdiv(N, tokens), G * cdiv(H // G, heads))](

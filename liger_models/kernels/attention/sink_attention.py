@@ -32,7 +32,7 @@ from torch import Tensor
 from liger_models.common.errors import check_floating
 from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
-from liger_models.kernels.tiles import cdiv, next_power_of_2
+from liger_models.kernels.tiles import cdiv, dot_tile
 
 CUDNN_STEP = 128
 """cuDNN runs only for sequence lengths that are multiples of this number. cuDNN builds a plan for every new length, and
@@ -129,7 +129,7 @@ def _sinks_backward_kernel(
 
 
 def _grid(N: int, H: int, D: int) -> tuple[tuple[int, int], dict[str, int]]:
-    return (cdiv(N, ROWS), H), {"D": D, "ROWS": ROWS, "BLOCK_D": max(next_power_of_2(D), 16)}
+    return (cdiv(N, ROWS), H), {"D": D, "ROWS": ROWS, "BLOCK_D": dot_tile(D)}
 
 
 def _cudnn_runs(q: Tensor, k: Tensor, v: Tensor) -> bool:

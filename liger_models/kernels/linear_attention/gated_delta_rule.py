@@ -70,7 +70,7 @@ from liger_models.kernels.linear_attention.gated_delta_forward import (
     step_kernel,
 )
 from liger_models.kernels.linear_attention.in_chunks import in_chunks
-from liger_models.kernels.tiles import cdiv, next_power_of_2
+from liger_models.kernels.tiles import cdiv, dot_tile, next_power_of_2
 
 CHUNK = 64
 """Number of tokens in a chunk. A chunk consists of four blocks of 16 tokens, because 16 is the smallest size that
@@ -154,7 +154,7 @@ class DeltaRule:
         # Choose the padded width of q and k, the padded width of v, and the number of columns of v per program of a
         # scan.
         block_k = KEY_COLUMNS if self.Dk <= KEY_COLUMNS else 2 * KEY_COLUMNS
-        block_v = max(next_power_of_2(self.Dv), 16)
+        block_v = dot_tile(self.Dv)
         columns = min(block_v, SCAN_COLUMNS)
         self.shape = {"GROUP": self.Hv // self.Hk, "C": CHUNK, "DK": self.Dk, "BLOCK_K": block_k}
         # Three TF32 products, which run on tensor cores, are as accurate as one fp32 product. Three bfloat16 products

@@ -35,7 +35,7 @@ from liger_models.kernels.rope.rope import (
     store_heads,
     tables,
 )
-from liger_models.kernels.tiles import cdiv, next_power_of_2
+from liger_models.kernels.tiles import cdiv, dot_tile, next_power_of_2
 
 ELEMENTS, MOST_COLUMNS = 8192, 1024
 """A program of four warps loads about `ELEMENTS` elements of a matrix. `head_linear` supports
@@ -119,8 +119,8 @@ def _head_linear(x: Tensor, weight: Tensor, cos: Tensor | None, sin: Tensor | No
     y = x.new_empty(B, T, H, N + R)
     half = 0 if cos is None else cos.shape[-1]
     cos, sin, table_b, table_t = tables(cos, sin, x)
-    block_k = max(next_power_of_2(K), 16)
-    block_n = min(max(ELEMENTS // block_k, 16), max(next_power_of_2(N), 16))
+    block_k = dot_tile(K)
+    block_n = min(max(ELEMENTS // block_k, 16), dot_tile(N))
     with on_device_of(x):
         _head_linear_kernel[(cdiv(N, block_n) + (R > 0), H)](
             x, weight, y, cos, sin, M, T, *weight.stride(), table_b, table_t, H=H, N=N, K=K, R=R, HALF=half,

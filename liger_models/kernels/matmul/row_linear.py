@@ -41,7 +41,7 @@ from liger_models.kernels.dispatch import (
 from liger_models.kernels.matmul.batch_invariance import is_batch_invariant
 from liger_models.kernels.matmul.wide_linear import wide_linear_reference
 from liger_models.kernels.overlap import await_previous, can_overlap, end_previous, overlap, start_next
-from liger_models.kernels.tiles import cdiv, next_power_of_2, rank_tile
+from liger_models.kernels.tiles import cdiv, dot_tile, next_power_of_2
 
 ROWS = 4
 COLUMNS = 1024
@@ -364,7 +364,7 @@ def low_rank_arguments(x: Tensor, low_rank: LowRank | None) -> tuple[tuple[Any, 
     low = x.new_empty(x.numel() // K, R)
     beside = one and can_overlap(x.device)  # with several rows, one kernel after the other is faster
     _launch_by_row(x, A, low, "made" if beside else "")
-    constants["RANKS"] = rank_tile(R)
+    constants["RANKS"] = dot_tile(R)
     return (low, B, R), constants | ({"LOW": "awaited", "launch_pdl": True} if beside else {})
 
 

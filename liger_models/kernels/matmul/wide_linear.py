@@ -30,7 +30,7 @@ from liger_models.common.errors import check_floating
 from liger_models.common.ops import define_op
 from liger_models.kernels.dispatch import fitting_stages, on_device_of, tl, triton, use_triton
 from liger_models.kernels.norm.partial_sums import sum_partials
-from liger_models.kernels.tiles import cdiv, contiguous_rows, next_power_of_2
+from liger_models.kernels.tiles import cdiv, contiguous_rows, dot_tile
 
 ROWS, COLUMNS = 64, 64
 """A tile has `ROWS` rows of x. The forward sums `COLUMNS` columns on tensor cores before each fp32 addition."""
@@ -142,7 +142,7 @@ def _wide_linear_weight_kernel(
 
 def _outputs(X: int) -> int:
     """Return the number of rows of W per tile."""
-    return min(max(next_power_of_2(X), 16), MOST_OUTPUTS)
+    return min(dot_tile(X), MOST_OUTPUTS)
 
 
 def _runs(x: Tensor, weight: Tensor) -> bool:

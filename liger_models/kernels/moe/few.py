@@ -35,7 +35,7 @@ from liger_models.kernels.moe.expert_act import _expert_act, inputs_of
 from liger_models.kernels.moe.grouped_mm import _rows_of_tile, _tile, most_tiles
 from liger_models.kernels.moe.permutation import unpermute
 from liger_models.kernels.overlap import await_previous, end_previous, overlap, start_next
-from liger_models.kernels.tiles import cdiv, next_power_of_2
+from liger_models.kernels.tiles import cdiv, dot_tile, next_power_of_2
 
 FEW_ROWS = 16
 """Number of rows per tile. The kernels of this file run if the experts have at most this many rows on average."""
@@ -363,7 +363,7 @@ def _launch(
     if one_row:
         kind = "frozen" if frozen else "down" if not act else "gate_up" if bias is None else "biased"
         block_rows, (block_out, block_in, warps, most_stages) = 1, ROW_TILES[kind]
-    blocks = (weight.layout[0] or max(next_power_of_2(width), 16)) if storage == "blocks" else 0
+    blocks = (weight.layout[0] or dot_tile(width)) if storage == "blocks" else 0
     block_in = min(block_in, blocks or block_in)
     stages = fitting_stages(
         rows, most_stages, block_in * (block_rows * rows.element_size() + block_out * stored[0].element_size())

@@ -89,6 +89,7 @@ def check(shape, dtype, device, lengths=LENGTHS, **options):
     assert torch.equal(decoded, got[newest]), "pages"
 
 
+@pytest.mark.usefixtures("sums_without_order")
 @pytest.mark.cases(5)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_way_gives_the_same_bits(backend, shape, poisoned_empty):
@@ -97,6 +98,7 @@ def test_every_way_gives_the_same_bits(backend, shape, poisoned_empty):
         check(shape, dtype, backend)
 
 
+@pytest.mark.usefixtures("sums_without_order")
 @pytest.mark.cases(5)
 @pytest.mark.parametrize("options", OPTIONS[1:], ids=str)
 def test_options(backend, options, poisoned_empty):

@@ -52,6 +52,7 @@ def test_on_a_gpu(shape):
         check(newton_schulz, newton_schulz_reference, x)
 
 
+@pytest.mark.usefixtures("sums_without_order")
 def test_the_product_is_symmetric_bit_for_bit(kernel_device):
     x = draw(2, 75, 40, device=kernel_device)
     square = symmetric_product(x)
