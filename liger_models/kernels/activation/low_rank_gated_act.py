@@ -158,9 +158,8 @@ def _low_rank_gated_act_backward_kernel(
         scale_position = _scale_position(row, first, F, COLUMNS)
         gate_scale = tl.load(scale_ptr + scale_position, mask=row < N, other=0.0).to(tl.float32)
         up_scale = tl.load(scale_ptr + scale_position + 1, mask=row < N, other=0.0).to(tl.float32)
-
-    if HAS_CODES:
         u = u.to(tl.int32)  # an extension of integers, before which the compiler changes the layout
+
     u = u.to(tl.float32)
     if HAS_TERM:
         u = tl.dot(left, right, u, input_precision=DOT)

@@ -23,10 +23,10 @@ The forward saves h, the weights, u, and the fp32 statistics of the norm for eac
 the low-rank terms, the forward also saves N(h) @ Aᵀ and A(u) @ Aᵀ. With ``recompute``, u and these two products are not
 saved. The backward then recomputes u from h, bitwise identical to the u of the forward, and overwrites u with du. With
 ``gate_up_8bit``, the forward saves u in 8 bits, and the backward computes A'(dp) and A(u) from the rounded u (see
-`low_rank_gated_act`). The normalized rows N(h) and the gated product p are never saved. Frozen
-weights may be quantized, and are then used as in `norm_linear`. Gradients that are not needed are not computed. Every
-other gradient has the dtype of its input. The backward is a single op, so that compilers do not see that tensors are
-recomputed. A compiler that saw the recomputation would save the tensors in the forward instead.
+`low_rank_gated_act`). The normalized rows N(h) and the gated product p are never saved. Frozen weights may be
+quantized, and are then used as in `norm_linear`. Gradients that are not needed are not computed. Every other gradient
+has the dtype of its input. The backward is a single op, so that compilers do not see that tensors are recomputed. A
+compiler that saw the recomputation would save the tensors in the forward instead.
 
 If u is not saved and there are many rows, the forward and the backward process the rows in chunks, so that u, p, dn and
 N(h) exist only for one chunk at a time. The gradients of the weights are then summed over the chunks in fp32, and

@@ -76,7 +76,8 @@ def uniform(seed, step, token):
 def exponential(seed, step, token, PTX: tl.constexpr):
     """Compute E = −log(1 − u) [BLOCK] of the given tokens, where u is the result of `uniform`."""
     u = uniform(seed, step, token)
-    # For small u, a polynomial is used, because 1 − u loses the digits of u, and log2 loses digits near 1.
+    # For small u, a polynomial is used, because 1 − u loses the digits of u, and log2 loses digits near 1. Its
+    # coefficients are fitted to −log(1 − u) from 0 to ¼, with a relative error of at most 1.1e-7.
     series = 0.3357100188732147
     series = series * u + 0.14670312404632568
     series = series * u + 0.25711026787757874
