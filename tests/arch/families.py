@@ -532,27 +532,12 @@ GATED = {
 """A gate, a single number, and the weight W whose product tanh(gate) scales."""
 
 
-def double(model: Any, loss: Callable[[Any], Tensor]) -> Any:
-    """Return a copy of a model in fp64, with the gradients of its loss."""
-    wide = copy.deepcopy(model).double()
-    wide.zero_grad()
-    loss(wide).backward()
-    return wide
-
-
-def assert_same_gradients(
-    ours: CausalLM, theirs, limit: float = LIMIT, twin: Callable[[], Any] | None = None,
-    twins: Callable[[], tuple[CausalLM, Any]] | None = None,
-) -> None:  # fmt: skip
+def assert_same_gradients(ours: CausalLM, theirs, limit: float = LIMIT, twin: Callable[[], Any] | None = None) -> None:
     """Assert that the gradients of two models are the same within ``limit``.
 
     If ``twin`` is given, it makes a model in fp64, an `fp64_twin` or better a copy of ``theirs``. Gradients that differ
     by more than the limit are then compared with this model's. Their error may be up to the limit or the error of
     ``theirs``, because two fp32 sums whose terms cancel may differ more from each other than from fp64.
-
-    If ``twins`` is given, it makes both models in fp64. Where gradients differ by more than the limit, those of the
-    twins must be the same within the limit, and our error may be up to twice the limit or twice the error of
-    ``theirs``. CPUs without AVX-512 add in another order, in which some sums of many terms lose more digits.
     """
     rotates = hasattr(getattr(ours, "visual", None), "rotary")
     theirs = hf_gradients(theirs)
@@ -575,15 +560,9 @@ def assert_same_gradients(
             after = f"{name.partition('act_fn.')[0]}down_proj.weight"
             scale = weights[after].norm() * theirs[after].norm() / 100
             assert (ours[name] - gradient).norm() <= limit * max(gradient.norm(), scale), name
-        elif (twin is None and twins is None) or error(ours[name], gradient) <= limit:
+        elif twin is None or error(ours[name], gradient) <= limit:
             assert error(ours[name], gradient) <= limit, name
-        elif twins is not None:
-            own, wide = twins()
-            exact = hf_gradients(wide)
-            assert error(our_gradients(own, theirs)[name], exact[name]) <= limit, name
-            assert error(ours[name], exact[name]) <= 2 * max(limit, error(gradient, exact[name])), name
         else:
-            assert twin is not None
             wide = twin()
             exact = our_gradients(wide, theirs) if isinstance(wide, CausalLM) else hf_gradients(wide)
             assert error(ours[name], exact[name]) <= max(limit, error(gradient, exact[name])), name
