@@ -75,17 +75,16 @@ def measure(job: Job) -> Row:
 
 
 def table(rows: Rows) -> str:
-    """One line per mode, with the distance between its losses and transformers' losses, which is due to rounding."""
+    """One line per mode, with the distance between its losses and those of the first mode, which is due to rounding."""
     lines = []
     for (model, batch), group in sorted(grouped(rows, "model", "batch").items()):
-        by_mode = {row["mode"]: row.get("losses") for row in group}
-        base = by_mode.get("hf")
+        base = group[0].get("losses")
         for row in group:
             losses = row.get("losses")
             if not losses:
                 lines.append((model, tokens(batch), title(row["mode"]), row["error"], "", "", ""))
                 continue
-            # The end of the curve, and the distance to the curve of transformers.
+            # The end of the curve, and the distance to the first mode's curve.
             tail = losses[-20:]
             gaps = [abs(a - b) for a, b in zip(losses, base or [], strict=False)]
             lines.append((
@@ -93,5 +92,5 @@ def table(rows: Rows) -> str:
                 f"{sum(gaps) / len(gaps):.4f}" if gaps else "", f"{max(gaps):.4f}" if gaps else "",
             ))  # fmt: skip
     return markdown(
-        "model|tokens/step||first loss|mean of the last 20|mean distance to transformers|largest distance", lines
+        "model|tokens/step||first loss|mean of the last 20|mean distance to the first mode|largest distance", lines
     )
