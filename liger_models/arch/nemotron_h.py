@@ -157,6 +157,9 @@ class LatentExperts(LigerMoE):
         kernels: which parts of the model run on fused kernels.
     """
 
+    replayable = False
+    """False, because a layer after the experts may need their output, which a recomputed block would compute again."""
+
     def __init__(self, config: NemotronHConfig, kernels: KernelOptions) -> None:
         super().__init__(
             config.hidden_size if config.moe_latent_size is None else config.moe_latent_size,

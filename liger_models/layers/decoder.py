@@ -523,8 +523,9 @@ class Decoder(nn.Module):
                 fused ops need. "selective" recomputes the gate and up projections of the MLP, whose outputs are the
                 largest activations. "full" saves only the block's input and recomputes everything else, except the last
                 projection, whose output the backward does not need. Under "full", blocks with routed experts also save
-                the input of the experts, so that the backward routes tokens to the same experts. Compiled blocks and
-                models also save the input of the MLP.
+                the choice of the experts, so that the backward routes tokens to the same experts. Compiled blocks and
+                models, blocks with experts on several ranks, and blocks whose later layers need the output of the
+                experts also save the input of the MLP.
             offload_layers: number of blocks whose activations are offloaded to host memory, by copies that overlap
                 with the compute stream. These blocks are spread evenly over the model and exclude the last two
                 blocks if possible, so that copies can finish while other blocks run. Offloading works with compiled

@@ -62,10 +62,12 @@ class Layer(nn.Module):
     """
 
     replayable: bool = True
-    """Whether a second forward gives the same result.
-
-    Routed experts set this attribute to False. A block with such a layer is not recomputed as a whole.
+    """Whether a block with this layer may be recomputed as a whole, which requires that a second forward gives the same
+    result. A layer that chooses keeps its choice for the second forward (`liger_models.layers.recompute.keep_choice`).
     """
+    in_chunks: bool = False
+    """Whether the layer processes long inputs in chunks if the backward recomputes them. The intermediate activations
+    then exist only for one chunk at a time."""
     recurrent: bool = False
     """Whether the decode cache keeps a state of the layer that summarizes all earlier tokens. Padding after a prompt
     would change such a state."""

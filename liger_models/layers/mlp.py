@@ -103,9 +103,14 @@ class GatedMLP(Layer):
         """Return which fraction of the MLP the backward repeats: 0 for the policy "none", else 2 / 3 (gate and up)."""
         return 0.0 if policy == "none" else 2 / 3
 
+    @property
+    def in_chunks(self) -> bool:  # type: ignore[override]
+        """Whether `gated_mlp` computes the whole MLP."""
+        return self.kernel and self.multipliers == (1.0, 1.0)
+
     def set_gate_up_8bit(self, enabled: bool) -> bool:
         """Choose whether gate and up are saved in 8 bits; see `Layer.set_gate_up_8bit`."""
-        if not self.kernel or self.multipliers != (1.0, 1.0):
+        if not self.in_chunks:
             return False
         self.gate_up_8bit = enabled
         return True

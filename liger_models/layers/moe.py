@@ -32,7 +32,7 @@ from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ReplicatedLinear, check_divisible, is_sharded, local, local_or_none, replicated
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import Norm, add_norm, autocast_weights, call_linear
-from liger_models.layers.recompute import is_hooked, run_twice
+from liger_models.layers.recompute import earlier_choice, is_hooked, keep_choice, recomputes, repeats, run_twice
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -193,7 +193,6 @@ class LigerMoE(Layer):
         self.down_bias = nn.Parameter(torch.empty(num_experts, hidden_size)) if bias else None
         self.routing, self.weights_input = routing, weights_input
         self.act, self.limit, self.router_jitter, self.kernel = act, limit, router_jitter, kernel
-        self.replayable = False  # a second forward could select other experts
         self.recompute = False
         """Whether the backward recomputes gate and up (checkpointing policies "selective" and "full")."""
         self.lora: Any = None
@@ -202,6 +201,18 @@ class LigerMoE(Layer):
         """The tensors of frozen, quantized matrices, except the codes; see `liger_models.layers.frozen`.
         """
         self.reset_parameters()
+
+    @property
+    def replayable(self) -> bool:  # type: ignore[override]
+        """Whether a block with this layer is recomputed as a whole. Not if the experts are on several ranks, because
+        their outputs would have to be exchanged again."""
+        return self.groups.expert is None
+
+    @property
+    def in_chunks(self) -> bool:  # type: ignore[override]
+        """Whether `moe_mlp` computes the experts. It does not use chunks with dropout."""
+        dropout = 0.0 if self.lora is None else self.lora.dropout
+        return self.kernel and self.groups.expert is None and dropout == 0
 
     @property
     def router(self) -> nn.Module:  # type: ignore[override]
@@ -346,12 +357,18 @@ class LigerMoE(Layer):
         """Return ``(weights [N, K], experts [N, K], logits [N, X])``. If ``experts`` are given, they replace the
         router's choice.
 
-        Routing is never recomputed, because the backward must use the same experts as the forward.
+        If the block is recomputed, the router chooses the experts of the first run again.
         """
-        experts = None if experts is None else experts.flatten(0, -2)
+        earlier = earlier_choice()
+        if earlier is not None:
+            experts = earlier
+        elif experts is not None:
+            experts = experts.flatten(0, -2)
         choose = route if self.kernel and use_triton(logits) else route_reference
         bias = None if self.correction is None else self.correction()
-        return *choose(logits, self.routing, bias, experts), logits
+        weights, chosen = choose(logits, self.routing, bias, experts)
+        keep_choice(chosen)
+        return weights, chosen, logits
 
     def _mix(
         self, x: Tensor, weights: Tensor, experts: Tensor, logits: Tensor, addend: Tensor | None = None
@@ -404,8 +421,16 @@ class LigerMoE(Layer):
         elif fused:
             if addend is not None and group is None:
                 options["addend"], addend = addend.reshape(rows.shape), None
-            y = moe_mlp(*inputs, *others, recompute=self.recompute, **options)
-        elif self.recompute and torch.is_grad_enabled():
+            run = partial(moe_mlp, *inputs, *others, recompute=self.recompute, **options)
+            if self.recompute and repeats():
+                # If the backward needs no tensor of a later layer, the recomputation stops inside this call. Otherwise,
+                # the later layers need y.
+                y = run(need_y=False)
+                with torch.no_grad():
+                    y.data.copy_(run())  # autograd forbids in-place writes to one of several results
+            else:
+                y = run()
+        elif recomputes(self):
             y = run_twice(partial(moe_mlp_reference, **options), *inputs, *others)
         else:
             y = moe_mlp_reference(*inputs, *others, **options)
@@ -506,8 +531,10 @@ class LigerSharedExpertMoE(Layer):
         """Return the output [..., C] for x [..., C], and the router logits [N, X] of the N tokens. If ``experts`` [...,
         K] are given, they replace the router's choice."""
         if torch.is_grad_enabled():
+            # The routed experts run last, because a recomputation of the block then stops before their products.
+            shared = self._shared(x)
             y, router_logits = self.experts(x, experts)
-            return y + self._shared(x), router_logits
+            return y + shared, router_logits
         # Without gradients, the kernel that sums the experts' outputs adds the output of the shared expert.
         out: tuple[Tensor, Tensor] = self.experts(x, experts, self._shared(x))
         return out

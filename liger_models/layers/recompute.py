@@ -11,7 +11,23 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_models.kernels.matmul.batch_invariance import batch_invariant, is_batch_invariant
 
-_REPEATS: ContextVar[bool | None] = ContextVar("repeats", default=None)
+
+class BlockRun:
+    """A run of a block in `run_again`: the forward's run, or the backward's recomputation.
+
+    Attributes:
+        repeats: whether this is the recomputation.
+        choices: what `keep_choice` has kept in the forward's run.
+        remaining: in the recomputation, an iterator over ``choices``.
+    """
+
+    def __init__(self) -> None:
+        self.repeats = False
+        self.choices: list[Tensor] = []
+        self.remaining: Iterator[Tensor] = iter(())
+
+
+_RUN: ContextVar[BlockRun | None] = ContextVar("run", default=None)
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -48,7 +64,27 @@ def repeats() -> bool | None:
 
     The recomputation of a block stops as soon as it has computed the last tensor that the backward needs.
     """
-    return None if torch.compiler.is_compiling() else _REPEATS.get()
+    run = None if torch.compiler.is_compiling() else _RUN.get()
+    return None if run is None else run.repeats
+
+
+def keep_choice(choice: Tensor) -> None:
+    """In the first run of a block in `run_again`, keep a choice for `earlier_choice`. Otherwise, do nothing.
+
+    The choice consists of integers below 2¹⁵, which are kept in 16 bits.
+    """
+    run = None if torch.compiler.is_compiling() else _RUN.get()
+    if run is not None and not run.repeats:
+        run.choices.append(choice.to(torch.int16))
+
+
+def earlier_choice() -> Tensor | None:
+    """In a recomputation of a block, return the next choice of the first run; None outside of recomputations.
+
+    A layer that chooses, such as a router, must make the same choices again. A second forward may choose differently,
+    for example because an autotuned kernel sums in another order.
+    """
+    return next(_RUN.get().remaining) if repeats() else None  # type: ignore[union-attr]
 
 
 def recomputes(part: Any) -> bool:
@@ -145,17 +181,20 @@ def _pre_hooks(modules: list[nn.Module], hooks: list[tuple[Any, Any]]) -> Iterat
 
 
 def run_again(block: nn.Module, x: Tensor | None, residual: Tensor, layout: Any) -> Any:
-    """Run ``block(x, residual, layout)`` and save only ``residual + x`` [B, T, C]; the backward recomputes the rest."""
-    repeated = False
+    """Run ``block(x, residual, layout)`` and save only ``residual + x`` [B, T, C] and what `keep_choice` keeps.
+
+    The backward recomputes the rest.
+    """
+    state = BlockRun()
 
     def run(total: Tensor, layout: Any) -> Any:
-        nonlocal repeated
-        token = _REPEATS.set(repeated)
+        state.remaining = iter(state.choices)
+        token = _RUN.set(state)
         try:
             return block(None, total, layout)
         finally:
-            _REPEATS.reset(token)
-            repeated = True
+            _RUN.reset(token)
+            state.repeats = True
 
     total = residual if x is None else (residual + x).to(residual.dtype)
     return run_twice(run, total, layout, modules=(block,))

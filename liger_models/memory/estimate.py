@@ -13,14 +13,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from liger_models.kernels.dispatch import triton_assumed
+from liger_models.kernels.linear.gated_mlp import WORKSPACE_MIB
 from liger_models.kernels.loss.row_chunks import chunk_rows
 from liger_models.kernels.optimizer.moments import has_blocks, moment_bytes
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.frozen import dequantized_to
-from liger_models.layers.layer import CHECKPOINTING_POLICIES, is_replayable, layers_of, set_policy
+from liger_models.layers.layer import CHECKPOINTING_POLICIES, is_replayable, layers_of, routed_layers, set_policy
 from liger_models.layers.lm_head import BIAS_COLUMNS
 from liger_models.layers.masks import Mask
 from liger_models.layers.offload import COMING, SMALLEST
+
+WORKSPACE = 3 * WORKSPACE_MIB * 2**20
+"""Bytes of the intermediate activations of an MLP that processes long inputs in chunks: gate and up of a chunk, their
+gradients, and sorted copies of the tokens."""
 
 
 class Saved(NamedTuple):
@@ -61,6 +66,7 @@ class TrainingMemory(NamedTuple):
         tied: if the embedding is trained and tied to the head, the gradient of the embedding lookup, which exists in
             addition to the head's gradient; otherwise 0.
         temporary: gathered or dequantized copies of weights, which exist only during the computation.
+        complete: for each block, the activations that exist when the whole block is recomputed.
     """
 
     weights: int
@@ -77,6 +83,7 @@ class TrainingMemory(NamedTuple):
     largest: int
     tied: int
     temporary: int = 0
+    complete: tuple[int, ...] = ()
 
     @property
     def held(self) -> int:
@@ -85,7 +92,7 @@ class TrainingMemory(NamedTuple):
 
     def excess(self, policy: str, index: int) -> int:
         """Return the bytes by which a block's recomputed activations exceed the logits of one chunk."""
-        return max(self.blocks["none"][index].total - self.blocks[policy][index].total - self.logits, 0)
+        return max(self.complete[index] - self.blocks[policy][index].total - self.logits, 0)
 
     def parts(
         self,
@@ -211,7 +218,11 @@ def training_memory(
     activations = {policy: sum(block.total for block in blocks) + held for policy, blocks in saved.items()}
 
     # Compute the largest excess of recomputation from the other sizes. `with_parameters` adds the parameters later.
-    memory = TrainingMemory(0, 0, 0, 0, activations, head, {}, logits, saved, (), 0, 0, 0)
+    complete = tuple(
+        min(none.total, selective.total + WORKSPACE) if _in_chunks(block) else none.total
+        for block, none, selective in zip(model.layers, saved["none"], saved["selective"], strict=True)
+    )
+    memory = TrainingMemory(0, 0, 0, 0, activations, head, {}, logits, saved, (), 0, 0, 0, complete=complete)
     excess = {policy: [memory.excess(policy, index) for index in range(len(model.layers))] for policy in saved}
     memory = memory._replace(recomputed={policy: max(sizes, default=0) for policy, sizes in excess.items()})
 
@@ -308,8 +319,10 @@ def _saved_by_block(model: Decoder, policy: str, tokens: int, dtype: torch.dtype
     known: dict[str, Saved] = {}
     for index, block in enumerate(model.layers):
         set_policy(block, policy)
-        if policy == "full" and is_replayable(block):  # saves only its input
-            saved.append(_saved([tokens * model.config.hidden_size * dtype.itemsize]))
+        if policy == "full" and is_replayable(block):  # saves only its input and the experts, which stay on the device
+            block_input = _saved([tokens * model.config.hidden_size * dtype.itemsize])
+            experts = tokens * sum(layer.top_k for layer in routed_layers(block)) * torch.int16.itemsize
+            saved.append(block_input._replace(total=block_input.total + experts))
             continue
         description = _description(block)
         if description not in known:
@@ -322,6 +335,11 @@ def _saved_by_block(model: Decoder, policy: str, tokens: int, dtype: torch.dtype
                 ) from error
         saved.append(known[description])
     return saved
+
+
+def _in_chunks(block: nn.Module) -> bool:
+    """Whether all layers of a block that the policy "selective" recomputes process long inputs in chunks."""
+    return all(layer.in_chunks for layer in layers_of(block) if layer.recomputed_share("selective"))
 
 
 def _description(block: nn.Module) -> str:

@@ -1,5 +1,6 @@
 """Blocks of which only the input is kept."""
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -8,14 +9,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger_models import LigerGemma2, LigerGranite, LigerLlama, LigerMixtral
+from liger_models.arch import get_arch
 from liger_models.kernels.linear import gated_mlp, projection
+from liger_models.kernels.moe import experts as experts_module
+from liger_models.layers import moe
 from liger_models.layers.kv_cache import DecodeCache
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
 
 
-def build(cls, device, layers=3):
-    config = cls.config_class(**SIZES, num_key_value_heads=2, num_hidden_layers=layers)
+def build(cls, device, layers=3, **options):
+    config = cls.config_class(**SIZES, num_key_value_heads=2, num_hidden_layers=layers, **options)
     return cls.from_config(config, device=device)
 
 
@@ -77,6 +81,52 @@ def test_attention_of_recomputed_blocks_takes_a_few_heads_at_a_time(monkeypatch,
     got = gradients(model, policy, "cpu")
     assert sdpa.call_count == calls
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("some", [False, True])
+def test_experts_are_chosen_once(backend, monkeypatch, some):
+    """A recomputed block is given the experts of its first run, also those of tokens that are given none."""
+    model = build(LigerMixtral, backend)
+    calls = []
+
+    def choose(original, logits, routing, bias, given):
+        weights, experts = original(logits, routing, bias, given)
+        calls.append((given, experts))
+        return weights, experts
+
+    for name in ("route", "route_reference"):
+        monkeypatch.setattr(moe, name, partial(choose, getattr(moe, name)))
+    ids = torch.randint(0, 64, (2, 9), device=backend)
+    experts = torch.arange(2, device=ids.device).expand(2, 9, 3, 2).to(torch.int16).clone()
+    experts[:, 4:] = -1
+    found = {}
+    for policy in ("none", "full"):
+        model.set_checkpointing(policy)
+        model.zero_grad()
+        calls.clear()
+        model(ids, labels=ids, routed_experts=experts if some else None).loss.backward()
+        found[policy] = [parameter.grad for parameter in model.parameters()]
+    torch.testing.assert_close(found["full"], found["none"])
+    firsts, seconds = calls[:3], calls[:2:-1]  # the last block is recomputed first
+    assert len(firsts) == len(seconds) == 3
+    for (_, chosen), (given, again) in zip(firsts, seconds, strict=True):
+        assert given.dtype == torch.int16
+        assert torch.equal(given, chosen.to(torch.int16))
+        assert torch.equal(again, chosen)
+
+
+@pytest.mark.parametrize("arch", ["mixtral", "qwen2_moe"])
+def test_a_recomputed_block_repeats_no_product_of_its_experts(kernel_device, monkeypatch, arch):
+    """Except gate and up, which are recomputed under "selective", too. A shared expert runs before them."""
+    options = {"num_experts": 4} if arch == "qwen2_moe" else {}
+    model = build(get_arch(arch), kernel_device, **options)
+    original, products, found = experts_module.grouped_mm, [], {}
+    monkeypatch.setattr(experts_module, "grouped_mm", lambda *args: products.append(1) or original(*args))
+    for policy in ("selective", "full"):
+        products.clear()
+        found[policy] = gradients(model, policy, kernel_device)
+        assert len(products) == 3 * 5
+    torch.testing.assert_close(found["full"], found["selective"])
 
 
 class Twice(nn.Module):

@@ -15,7 +15,7 @@ from liger_models.adapters import LoRAConfig, apply_lora, quantize_base
 from liger_models.adapters.lora_layers import adapted_layers
 from liger_models.arch import built_in, get_arch
 from liger_models.distributed.collectives import Group
-from liger_models.memory.estimate import _saved_by_block, training_memory
+from liger_models.memory.estimate import WORKSPACE, _saved_by_block, training_memory
 from liger_models.train.report import estimate
 
 from ..arch.families import of_each_kind
@@ -211,6 +211,26 @@ def test_names_change_nothing():
 
 def test_full_saves_the_input_of_a_block():
     assert training_memory(small(), 64).activations["full"] == 2 * 64 * 32 * 2
+
+
+def test_full_saves_the_input_and_the_experts_of_a_block_of_a_mixture():
+    model = AutoLigerModel.from_config(tiny("qwen3_moe"))
+    model.set_checkpointing("full")
+    saved = saved_bytes(model, "full", 64, torch.float32)
+    assert saved == sum(64 * (model.config.hidden_size * 4 + router.top_k * 2) for router in model.routers)
+
+
+def test_long_inputs_are_recomputed_in_chunks():
+    sizes = {"hidden_size": 32, "intermediate_size": 2**12, "num_hidden_layers": 1, "num_attention_heads": 4}
+    hf = {"model_type": "llama", "num_key_value_heads": 4, "vocab_size": 64, **sizes}
+    model, tokens = AutoLigerModel.from_config(hf, device="meta", dtype=torch.bfloat16), 2**18
+    memory = training_memory(model, tokens)
+    gate_up = 2 * tokens * 2 * 2**12
+    assert memory.activations["none"] - memory.activations["selective"] == gate_up > WORKSPACE
+    assert memory.excess("selective", 0) == WORKSPACE - memory.logits
+    model.layers[0].mlp.kernel = False
+    memory = training_memory(model, tokens)
+    assert memory.excess("selective", 0) == memory.activations["none"] - memory.activations["selective"] - memory.logits
 
 
 class Asks(nn.Module):

@@ -70,6 +70,9 @@ class Gemma4Experts(LigerMoE):
         kernels: which parts of the model run on fused kernels.
     """
 
+    replayable = False
+    """False, because the norm after the experts needs their output, which a recomputed block would compute again."""
+
     def __init__(self, config: Gemma4TextConfig, norm: partial[LigerRMSNorm], kernels: KernelOptions) -> None:
         X, K, width = config.num_experts, config.top_k_experts, config.moe_intermediate_size
         assert X is not None

@@ -83,6 +83,17 @@ class ProjectionGradients(NamedTuple):
         """Return a copy with all gradients cast to ``dtype``."""
         return ProjectionGradients(*(None if gradient is None else gradient.to(dtype) for gradient in self))
 
+    def plus(self, other: "ProjectionGradients") -> "ProjectionGradients":
+        """Return the sums of both projections' gradients in fp32. The tensors of ``self`` are overwritten. If ``self``
+        has no gradients, return those of ``other``."""
+
+        def add(total: Any, gradient: Any) -> Any:
+            if gradient is None or total is None:
+                return None if gradient is None else gradient.float()
+            return total.add_(gradient)
+
+        return ProjectionGradients(*map(add, self, other))
+
 
 ProjectionNeeds = Annotated[ProjectionGradients, bool]
 

@@ -42,9 +42,12 @@ once, and uses them for both u and dx.
 The forward saves order, slot, ends, the routing weights, the experts' parameters (quantized matrices in quantized
 form), and u before the bias is added. x is saved only for the gradients of the gate and up matrices, or to recompute u.
 With ``recompute``, u is not saved. The backward then recomputes u, bitwise identical to the u of the forward, and
-overwrites u with du. The sorted copies of x and the gated product are never saved. Gradients that are not needed are
-not computed. Every other gradient has the dtype of its input. The backward is a single op, so that compilers do not see
-that tensors are recomputed. A compiler that saw the recomputation would save the tensors in the forward instead.
+overwrites u with du. If there are many tokens, the forward and the backward then process them in chunks, so that the
+sorted rows exist only for one chunk at a time. Each chunk is sorted separately, and the gradients of the parameters are
+summed over the chunks in fp32. The sorted copies of x and the gated product are never saved. Gradients that are not
+needed are not computed. Every other gradient has the dtype of its input. The backward is a single op, so that compilers
+do not see that tensors are recomputed. A compiler that saw the recomputation would save the tensors in the forward
+instead.
 
 Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2211.15841, https://arxiv.org/abs/2512.14080 (gradient
 of the routing weights without the experts' outputs).
@@ -69,11 +72,19 @@ from liger_models.kernels.moe.expert_act import _expert_act, check_expert_act, e
 from liger_models.kernels.moe.few import few_experts, few_product, takes_few, takes_few_copies
 from liger_models.kernels.moe.grouped_mm import grouped_mm, grouped_outer, grouped_sum, library_runs
 from liger_models.kernels.moe.permutation import MAX_COPIES, MAX_EXPERTS, permute, sort_by_expert, unpermute
-from liger_models.kernels.tiles import next_power_of_2
+from liger_models.kernels.tiles import cdiv, next_power_of_2
 
 ACT_BLOCK = 1024
 """Number of (gate, up) pairs that the activation's kernels process per step. A program loops over a whole row, because
 the gradient of the routing weight is a sum over the row."""
+
+WORKSPACE_MIB = 1024
+"""Maximum size of u for one chunk, in MiB, unless a chunk would then have fewer than `MIN_ROWS` rows per expert. The
+backward of a chunk needs about three times this size."""
+
+MIN_ROWS = 512
+"""Lower bound of the maximum number of rows per chunk and expert, regardless of `WORKSPACE_MIB`. Each chunk reads all
+matrices of the experts, and reads and writes the fp32 sums of their gradients."""
 
 
 def moe_mlp_reference(
@@ -385,6 +396,10 @@ class ExpertProjection(NamedTuple):
         low_rank = None if self.low_rank is None else (self.low_rank[0].contiguous(), self.low_rank[1].contiguous())
         return ExpertProjection(weight, None if self.bias is None else self.bias.contiguous(), low_rank)
 
+    def dense(self) -> "ExpertProjection":
+        """Return the same projection with a dequantized matrix."""
+        return self._replace(weight=dense(self.weight))
+
 
 class MoEInputs(NamedTuple):
     """Inputs of the ops `moe_mlp` and `moe_mlp_inference`, as described at the function `moe_mlp`.
@@ -405,6 +420,7 @@ class MoEInputs(NamedTuple):
     dropout: float
     copies: Annotated[int | None, COPIES] = None
     addend: Tensor | None = None
+    need_y: bool = True
 
 
 class MoEOutputs(NamedTuple):
@@ -412,7 +428,8 @@ class MoEOutputs(NamedTuple):
 
     Attributes:
         y: [N, C].
-        order, slot, ends: the results of `sort_by_expert`.
+        order, slot, ends: the results of `sort_by_expert`. If the tokens are processed in chunks, these are the
+            concatenated results of all chunks.
         u: [S, 2 F], gates and ups without their bias; None with ``recompute``.
     """
 
@@ -463,15 +480,61 @@ class MoEUpstream(NamedTuple):
 
 def _forward(inputs: MoEInputs) -> MoEOutputs:
     x, weights, experts = inputs.x, inputs.weights, inputs.experts
-    gate_up, down = inputs.gate_up.contiguous(), inputs.down.contiguous()
-    (X, width, _), dtype = gate_up.weight.shape, gate_up.weight.dtype
+    (X, width, _), dtype = inputs.gate_up.weight.shape, inputs.gate_up.weight.dtype
     if weights.numel() == 0 or inputs.copies == 0:
         slot = experts.new_zeros(experts.numel(), dtype=torch.int32)
         u = None if inputs.recompute else x.new_empty(0, width, dtype=dtype)
         return MoEOutputs(x.new_zeros(x.shape, dtype=dtype), slot.new_empty(0), slot, slot.new_zeros(X), u)
 
+    return _forward_tokens(inputs) if _count_chunks(inputs) == 1 else _forward_chunks(inputs)
+
+
+def _count_chunks(inputs: MoEInputs) -> int:
+    """Return the number of chunks of tokens. There are several chunks only if u is not saved."""
+    N, K = inputs.experts.shape
+    # The kernels of dropout number the copies of all tokens.
+    if not inputs.recompute or inputs.copies is not None or inputs.seed is not None:
+        return 1
+    (X, width, _), size = inputs.gate_up.weight.shape, inputs.gate_up.weight.dtype.itemsize
+    copies = max(WORKSPACE_MIB * 2**20 // (width * size), MIN_ROWS * X)
+    return max(cdiv(N, max(copies // K, 1)), 1)
+
+
+def _forward_chunks(inputs: MoEInputs) -> MoEOutputs:
+    """Compute the outputs in chunks of tokens. u is not saved."""
+    tokens = cdiv(len(inputs.x), _count_chunks(inputs))
+    if inputs.need_y:
+        inputs = inputs._replace(gate_up=inputs.gate_up.dense(), down=inputs.down.dense())
+    N = len(inputs.x)
+    y = inputs.x.new_empty(inputs.x.shape, dtype=inputs.gate_up.weight.dtype)
+    parts = []
+    for start in range(0, N, tokens):
+        chunk = slice(start, start + tokens)
+        part = _forward_tokens(
+            inputs._replace(
+                x=inputs.x[chunk],
+                weights=inputs.weights[chunk],
+                experts=inputs.experts[chunk],
+                addend=None if inputs.addend is None else inputs.addend[chunk],
+            )
+        )
+        if inputs.need_y:
+            y[chunk] = part.y
+        parts.append((part.order, part.slot, part.ends))
+        del part
+    order, slot, ends = map(torch.cat, zip(*parts, strict=True))
+    return MoEOutputs(y, order, slot, ends, None)
+
+
+def _forward_tokens(inputs: MoEInputs) -> MoEOutputs:
+    """Compute the outputs for all tokens or for the tokens of one chunk."""
+    x, weights, experts = inputs.x, inputs.weights, inputs.experts
+    gate_up, down = inputs.gate_up.contiguous(), inputs.down.contiguous()
+    X, dtype = gate_up.weight.shape[0], gate_up.weight.dtype
     library = library_runs(gate_up.weight, down.weight)
-    order, slot, ends = sort_by_expert(experts, X, inputs.copies)
+    order, slot, ends = sort_by_expert(experts.contiguous(), X, inputs.copies)
+    if inputs.recompute and not inputs.need_y:
+        return MoEOutputs(x.new_empty(x.shape, dtype=dtype), order, slot, ends, None)
     drop_in, drop_out = _drops(order, inputs.seed, inputs.dropout, experts.shape[1])
 
     rows = permute(x, slot, len(order), dtype)  # [S, C]
@@ -503,11 +566,49 @@ def _inference(inputs: MoEInputs) -> Tensor:
 
 
 def _backward(inputs: MoEUpstream) -> MoEGradients:
+    saved = inputs.saved
+    if saved.order.numel() == 0:
+        return _like(inputs, torch.Tensor.new_zeros)
+    is_whole = len(saved.ends) == saved.gate_up.weight.shape[0]
+    return _backward_tokens(inputs) if is_whole else _backward_chunks(inputs)
+
+
+def _backward_chunks(inputs: MoEUpstream) -> MoEGradients:
+    """Compute the gradients in chunks of tokens. The parameters' gradients are summed over the chunks in fp32."""
+    dy, saved, needs = inputs
+    x = saved.x
+    assert x is not None
+    saved = saved._replace(gate_up=saved.gate_up.dense(), down=saved.down.dense())
+    (N, K), X = saved.weights.shape, saved.gate_up.weight.shape[0]
+    tokens = cdiv(N, len(saved.ends) // X)
+    dx = x.new_empty(x.shape) if needs.x else None
+    d_weights = saved.weights.new_empty(N, K) if needs.weights else None
+    gate_up, down = ProjectionGradients(), ProjectionGradients()
+    for index, start in enumerate(range(0, N, tokens)):
+        chunk = slice(start, start + tokens)
+        copies = slice(start * K, (start + tokens) * K)
+        part = saved._replace(
+            x=x[chunk],
+            weights=saved.weights[chunk],
+            order=saved.order[copies],
+            slot=saved.slot[copies],
+            ends=saved.ends[index * X : (index + 1) * X],
+        )
+        gradients = _backward_tokens(MoEUpstream(dy[chunk], part, needs))
+        if dx is not None:
+            dx[chunk] = gradients.x
+        if d_weights is not None:
+            d_weights[chunk] = gradients.weights
+        gate_up, down = gate_up.plus(gradients.gate_up), down.plus(gradients.down)
+        del gradients
+    dtype = saved.gate_up.weight.dtype
+    return MoEGradients(dx, d_weights, gate_up.to(dtype), down.to(dtype))
+
+
+def _backward_tokens(inputs: MoEUpstream) -> MoEGradients:
+    """Compute the gradients for all tokens or for the tokens of one chunk."""
     dy, saved, needs = inputs
     x, weights, order, slot, ends, u, _, _, act, limit, x_dtype, seed, dropout = saved
-    if order.numel() == 0:
-        return _like(inputs, torch.Tensor.new_zeros)
-
     gate_up, down, weights = saved.gate_up.contiguous(), saved.down.contiguous(), weights.contiguous()
     N, S, dtype = dy.shape[0], len(order), gate_up.weight.dtype
     library = library_runs(gate_up.weight, down.weight)
@@ -580,7 +681,8 @@ def _forward_fake(inputs: MoEInputs) -> MoEOutputs:
     slot = experts.new_empty(experts.numel(), dtype=torch.int32)
     order = slot.new_empty(experts.numel() if copies is None else copies)
     u = None if inputs.recompute else x.new_empty(*order.shape, width, dtype=dtype)
-    return MoEOutputs(x.new_empty(x.shape, dtype=dtype), order, slot, order.new_empty(X), u)
+    ends = order.new_empty(_count_chunks(inputs) * X)
+    return MoEOutputs(x.new_empty(x.shape, dtype=dtype), order, slot, ends, u)
 
 
 def _inference_fake(inputs: MoEInputs) -> Tensor:
@@ -658,6 +760,7 @@ def moe_mlp(
     dropout: float = 0.0,
     copies: int | None = None,
     addend: Tensor | None = None,
+    need_y: bool = True,
 ) -> Tensor:
     """Compute ``y[n] = Σ_k weights[n, k] · (act(x[n] @ Wguᵀ + bgu) @ Wdᵀ + bd)``.
 
@@ -683,13 +786,17 @@ def moe_mlp(
             sigmoid(1.702 * gate)``, where gate is clamped to at most limit.
         limit: the limit of "clamped_swiglu", a positive number. Other activations ignore the limit.
         recompute: whether to recompute gate and up in the backward instead of saving them. This takes one more grouped
-            product and does not change the gradients. The reference backend ignores this option.
+            product. If there are many tokens, they are then processed in chunks, which saves more memory, and the
+            gradients of the parameters are rounded differently. Otherwise, the gradients do not change. The reference
+            backend ignores this option.
         dropout: probability of dropping an element of the low-rank terms' inputs. The same elements of x are dropped
             for all experts of a token.
         copies: number of entries in ``experts`` that are less than X. The remaining entries are X, which stands for no
             expert, and contribute nothing to y. None if there are no such entries.
         addend: [N, C], which is added to the rounded y; None to add nothing. If gradients are disabled and the dtypes
             match, this addition takes no separate launch.
+        need_y: whether the caller uses the values of y. If not, and with ``recompute``, y is left uninitialized. The
+            reference backend ignores this option.
 
     Returns:
         [N, C] in the dtype of ``gate_up_weight``. If ``addend`` has another dtype, PyTorch's type promotion determines
@@ -762,6 +869,7 @@ def moe_mlp(
         seed=draw_seed(x.device) if dropout > 0 and has_low_rank else None,
         dropout=dropout,
         copies=copies,
+        need_y=need_y,
     )
     need_gradients = torch.is_grad_enabled()
     if not need_gradients and (addend is None or (addend.dtype == down_weight.dtype and copies is None)):

@@ -251,6 +251,86 @@ def test_recomputation_gives_the_same_bits(kernel_device):
         assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
 
 
+@pytest.fixture
+def chunks(monkeypatch):
+    """Sets chunks to one row per expert. The list gets the number of tokens of each chunk in each direction."""
+    monkeypatch.setattr(experts_module, "WORKSPACE_MIB", 0)
+    monkeypatch.setattr(experts_module, "MIN_ROWS", 1)
+    processed = []
+    for name, tokens_of in (("forward", lambda inputs: inputs.x), ("backward", lambda inputs: inputs.dy)):
+        original = getattr(experts_module, f"_{name}_tokens")
+        spy = lambda inputs, name=name, tokens_of=tokens_of, original=original: (
+            processed.append((name, len(tokens_of(inputs)))) or original(inputs)
+        )
+        monkeypatch.setattr(experts_module, f"_{name}_tokens", spy)
+    return processed
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_chunks_of_tokens(kernel_device, biased, chunks, poisoned_empty):
+    options = {"act": "clamped_swiglu", "limit": 0.75} if biased else {}
+    for dtype in dtypes(kernel_device):
+        inputs, experts, dy = make((11, 2, 7, 20, 16), dtype, kernel_device, kind="some")
+        inputs = [*with_low_ranks(inputs), *(with_biases(inputs)[4:] if biased else ())]
+        ours = low_ranked(moe_mlp, experts, recompute=True, **options)
+        chunks.clear()
+        assert_close_to_truth(ours, low_ranked(moe_mlp_reference, experts, **options), inputs, [dy], factor=2.0)
+        assert chunks == [(name, size) for name in ("forward", "backward") for size in (3, 3, 3, 2)]
+        with torch.no_grad():  # a long prompt
+            y = ours(*inputs)
+        torch.testing.assert_close(y, low_ranked(moe_mlp, experts, **options)(*inputs))
+
+
+def test_chunks_of_tokens_save_no_more(kernel_device, chunks):
+    inputs, experts, dy = make((11, 2, 7, 20, 16), torch.float32, kernel_device)
+    for trained in ((), ("x",), ("down_weight",), ("weights", "gate_up_weight")):
+        saved = []
+        leaves = [t.detach().requires_grad_(name in trained) for name, t in zip(ORDER, inputs, strict=True)]
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, to=saved: to.append(t) or t, lambda t: t):
+            y = with_experts(moe_mlp, experts, recompute=True)(*leaves)
+        sizes = [(11, 20), (11, 2), (22,), (22,), (28,), (7, 32, 20), (7, 20, 16)]
+        assert [tuple(t.shape) for t in saved] == (sizes if trained else [])
+        want = run(with_experts(moe_mlp_reference, experts), inputs, [dy])[1:]
+        if trained:
+            y.backward(dy)
+        for name, leaf, gradient in zip(ORDER, leaves, want, strict=True):
+            assert (leaf.grad is not None) == (name in trained)
+            if name in trained:
+                torch.testing.assert_close(leaf.grad, gradient)
+
+
+def test_chunks_are_as_large_as_possible():
+    """One GiB of gates and ups, or 512 rows for each expert."""
+
+    def chunks(N, K, X, width, **options):
+        weight = torch.empty(X, width, 8, dtype=torch.bfloat16, device="meta")
+        inputs = MoEInputs(
+            x=torch.empty(N, 8, device="meta"), weights=torch.empty(N, K, device="meta"),
+            experts=torch.empty(N, K, device="meta"), gate_up=ExpertProjection(weight), down=ExpertProjection(weight),
+            **{"act": "silu", "limit": 0.0, "recompute": True, "seed": None, "dropout": 0.0} | options,
+        )  # fmt: skip
+        return experts_module._count_chunks(inputs)
+
+    assert [chunks(N, 4, 32, 5760) for N in (0, 1, 23301, 23302, 524288)] == [1, 1, 1, 2, 23]
+    assert [chunks(N, 8, 256, 8192) for N in (16384, 16385)] == [1, 2]  # 512 rows for each expert
+    assert chunks(524288, 4, 32, 5760, recompute=False) == 1
+    assert chunks(524288, 4, 32, 5760, seed=torch.zeros(2)) == chunks(524288, 4, 32, 5760, copies=9) == 1
+
+
+def test_a_repeated_forward_only_sorts(kernel_device, monkeypatch):
+    inputs, experts, dy = make((6, 2, 3, 32, 10), torch.float32, kernel_device)
+    want = run(with_experts(moe_mlp, experts, recompute=True), inputs, [dy])[1:]
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    products = []
+    original = experts_module.grouped_mm
+    monkeypatch.setattr(experts_module, "grouped_mm", lambda *args: products.append(1) or original(*args))
+    y = with_experts(moe_mlp, experts, recompute=True, need_y=False)(*leaves)
+    assert y.shape == (6, 32)
+    assert not products
+    got = torch.autograd.grad(y, leaves, dy)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 def test_what_is_saved(kernel_device):
     inputs, experts, _ = make((6, 2, 3, 32, 10), torch.float32, kernel_device)
     routing, weights = [(6, 2), (12,), (12,), (3,)], [(3, 20, 32), (3, 32, 10)]
