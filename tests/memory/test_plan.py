@@ -79,7 +79,7 @@ def test_no_other_plan_is_faster(options, flops, offloads, monkeypatch):
     fastest, peaks = times.step(0, 0, 0, False), torch.tensor(peaks)
     lowest, highest = int(peaks.min()), int(memory.peak("none", accumulate))
     found = []
-    for room in range(lowest, highest + 2000, (highest - lowest) // 12):
+    for room in (*range(lowest, highest, (highest - lowest) // 12), highest):
         budget = int(room / SHARE) + 2
         made = plan_memory(model, tokens, budget, memory=memory, **options)
         assert made.peak <= int(SHARE * budget)
@@ -168,7 +168,7 @@ def test_what_is_given_is_kept(wide):
     tight = 13 * 10**9
     assert plan_memory(model, 8192, tight, memory=memory).host_moments
     with pytest.raises(
-        ValueError, match=r"at least 15.7\d GB .* peak is 14.5 GB \(weights 3.51, moments 7.01, gr.* LoRA, 4-bit"
+        ValueError, match=r"at least 15.9\d GB .* peak is 14.7 GB \(weights 3.51, moments 7.01, gr.* LoRA, 4-bit"
     ):
         plan_memory(model, 8192, tight, memory=memory, host_moments=False, in_backward=False)
     assert not plan_memory(model, 8192, 2 * tight, memory=memory, accumulate=4).in_backward
