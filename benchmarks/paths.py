@@ -24,8 +24,8 @@ from .user.trainers import WARM_UP, measure_grpo, measure_trainer
 
 HELP = "what a user types: the training command, TRL's trainers, generate, lm-evaluation-harness"
 DEFAULT = "full,lora,generate"
-VISION = "qwen2.5-vl-3b"
-"""The model of the path ``vision``."""
+VISION = ("qwen2.5-vl-3b", "qwen3-vl-8b")
+"""The models of the path ``vision``. The first one is the default."""
 
 save, save_vision = files.save, files.save_vision
 
@@ -60,8 +60,12 @@ def run(options: argparse.Namespace) -> Rows:
 
     # Text paths and image paths start from different checkpoints.
     rows: Rows = []
-    for kind, model in (("save", options.model), ("save_vision", VISION)):
-        plans = [plan(options, model, mode) for mode in options.modes if mode.startswith("vision") == (model == VISION)]
+    is_vision = options.model in VISION
+    if is_vision and paths != {"vision"}:
+        raise argparse.ArgumentError(None, f"--modes must be vision for --model {options.model}")
+    for kind, model in (("save", options.model), ("save_vision", options.model if is_vision else VISION[0])):
+        modes = [mode for mode in options.modes if mode.startswith("vision") == (kind == "save_vision")]
+        plans = [plan(options, model, mode) for mode in modes]
         if plans:
             with common_start(f"paths:{kind}", model, options.batch or "", options.steps or 0):
                 rows += measure_all(plans)

@@ -21,6 +21,7 @@ MODELS = {
     "nemotron-3-nano": ("nemotron_h/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16.json", None),
     "gpt-oss-20b": ("gpt_oss/gpt-oss-20b.json", None),
     "qwen2.5-vl-3b": ("qwen2_5_vl/Qwen2.5-VL-3B-Instruct.json", None),
+    "qwen3-vl-8b": ("qwen3_vl/Cosmos-Reason2-8B.json", None),
 }
 """Maps the name of a model at real width to its release (a file in `CONFIGS` or a name in `RELEASES`) and its number of
 layers; None for all layers.

@@ -65,7 +65,7 @@ def save(job: Job) -> Row:
 
 
 def save_vision(job: Job) -> Row:
-    """Save a Qwen2.5-VL model, its processor, photographs, and chats about one photograph each in $SAVE."""
+    """Save a Qwen2.5-VL or Qwen3-VL model, its processor, photographs, and chats about one photograph each in $SAVE."""
     folder, config = Path(os.environ["SAVE"]), read_config(job.model)
     tower = config["vision_config"]
     settings = {

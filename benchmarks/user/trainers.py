@@ -38,15 +38,17 @@ def load_model(mode: Mode) -> Any:
 
 
 def image_processor(start: str) -> Any:
-    """transformers' processor for Qwen2.5-VL, without the video part, which would need torchvision."""
-    from transformers import AutoTokenizer, ProcessorMixin, Qwen2_5_VLProcessor
+    """transformers' processor for Qwen2.5-VL or Qwen3-VL, without the video part, which would need torchvision."""
+    from transformers import AutoTokenizer, ProcessorMixin, Qwen2_5_VLProcessor, Qwen3VLProcessor
 
+    model_type = json.loads((Path(start) / "config.json").read_text())["model_type"]
+    base: Any = {"qwen2_5_vl": Qwen2_5_VLProcessor, "qwen3_vl": Qwen3VLProcessor}[model_type]
     try:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil as Images
     except ImportError:  # earlier versions have one class, which uses Pillow
         from transformers import Qwen2VLImageProcessor as Images
 
-    class ImageProcessor(Qwen2_5_VLProcessor):
+    class ImageProcessor(base):
         def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str) -> None:
             self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
             tokens = [self.image_token, self.video_token]

@@ -82,16 +82,17 @@ def test_trl_is_timed(mode, few, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("arch", ["qwen2_5_vl", "qwen3_vl"])
 @pytest.mark.parametrize("way", ["train", "trl"])
-def test_images_are_counted(way, few, tmp_path, monkeypatch):
+def test_images_are_counted(way, arch, few, tmp_path, monkeypatch):
     """A picture of 32 x 48 pixels has 24 tokens; an answer has 10 words or more, and the first ones have 10 to 80."""
     pytest.importorskip("trl")
     from transformers import AutoConfig
 
-    sizes = next(iter(tiny("qwen2_5_vl").values()))
+    sizes = next(iter(tiny(arch).values()))
     changes = {"text_config": {**sizes["text_config"], "vocab_size": 140}}
     changes |= {"image_token_id": 138, "video_token_id": 139}
-    config = AutoConfig.for_model("qwen2_5_vl", **{**sizes, **changes}).to_dict()
+    config = AutoConfig.for_model(arch, **{**sizes, **changes}).to_dict()
     monkeypatch.setattr(files, "read_config", lambda _: config)
     monkeypatch.setattr(files, "PHOTOS", 2)
     monkeypatch.setattr(files, "SIZE", (48, 32))
@@ -173,6 +174,9 @@ def test_each_path_has_its_sizes(tmp_path, monkeypatch):
     assert {plan.file.name for plan in plans[:3]} == {"paths-llama-3.2-1b.jsonl"}
     options = parser.parse_args(["--modes", "dpo+train", "--batch", "2x64", "--steps", "9"])
     with pytest.raises(argparse.ArgumentError, match="--steps must be more than 9, got 9"):
+        paths.run(options)
+    options = parser.parse_args(["--modes", "vision,full", "--model", "qwen3-vl-8b"])
+    with pytest.raises(argparse.ArgumentError, match="--modes must be vision for --model qwen3-vl-8b"):
         paths.run(options)
 
 
