@@ -151,6 +151,8 @@ def apply_ep(model: Model, mesh: DeviceMesh) -> Model:
     dims = _with_frozen(model, dims, group.size)
     model.groups = dataclasses.replace(model.groups, balance=group)
     _distribute(model, mesh, dims, rest=False)
+    # A block whose experts are on several ranks is no longer recomputed as a whole.
+    model.set_checkpointing(model.checkpointing, offload_layers=len(model.offloaded))
     check_first_forward(model, samples)
     return model
 

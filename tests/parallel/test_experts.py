@@ -15,6 +15,7 @@ from liger_models.arch import get_arch
 from liger_models.kernels import dispatch
 from liger_models.kernels.moe import Routing, expert_parallel
 from liger_models.layers import moe
+from liger_models.layers.layer import routed_layers
 from liger_models.layers.linear import local
 from liger_models.parallel import (
     apply_cp,
@@ -45,6 +46,7 @@ def train_experts(case: tuple[str, Any], shape: tuple[int, int], policy: str) ->
     model = build(*case)
     model.set_checkpointing(policy)
     apply_fsdp(apply_ep(model, mesh["ep"]), mesh, param_dtype=None)
+    assert not any(routed_layers(model.layers[index]) for index in model.recomputed)
     for name, parameter in model.named_parameters():
         assert parameter.to_local().numel() <= -(-parameter.shape[0] // mesh.size()) * parameter.shape[1:].numel(), name
     return train(model, dp=(dist.get_rank(), mesh.size()))
