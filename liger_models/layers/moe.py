@@ -422,7 +422,7 @@ class LigerMoE(Layer):
             if addend is not None and group is None:
                 options["addend"], addend = addend.reshape(rows.shape), None
             run = partial(moe_mlp, *inputs, *others, recompute=self.recompute, **options)
-            if self.recompute and repeats():
+            if self.recompute and repeats() and dropout == 0:  # a second call would drop other elements
                 # If the backward needs no tensor of a later layer, the recomputation stops inside this call. Otherwise,
                 # the later layers need y.
                 y = run(need_y=False)

@@ -9,11 +9,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from liger_models import LigerGemma2, LigerGranite, LigerLlama, LigerMixtral
+from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.arch import get_arch
 from liger_models.kernels.linear import gated_mlp, projection
 from liger_models.kernels.moe import experts as experts_module
 from liger_models.layers import moe
 from liger_models.layers.kv_cache import DecodeCache
+from liger_models.layers.layer import routed_layers
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
 
@@ -127,6 +129,27 @@ def test_a_recomputed_block_repeats_no_product_of_its_experts(kernel_device, mon
         found[policy] = gradients(model, policy, kernel_device)
         assert len(products) == 3 * 5
     torch.testing.assert_close(found["full"], found["selective"])
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_what_experts_return_is_made_again_where_it_is_used_besides(kernel_device, dropout):
+    """With the same elements dropped from the inputs of their adapters."""
+    model, read = build(LigerMixtral, kernel_device), []
+    apply_lora(model, LoRAConfig(r=2, lora_dropout=dropout, target_parameters=["experts.gate_up_proj"]))
+    for layer in routed_layers(model):
+        for parameter in layer.lora.parameters():
+            nn.init.normal_(parameter, std=0.3)
+    model.layers[1].register_forward_hook(lambda block, args, out: read.append(out[0].sin().mean()))
+    found = {}
+    for policy in ("none", "full"):
+        model.set_checkpointing(policy)
+        model.zero_grad()
+        torch.manual_seed(1)
+        ids = torch.arange(18, device=kernel_device).view(2, 9)
+        loss = model(ids, labels=ids).loss + read[-1]
+        loss.backward()
+        found[policy] = [loss, *(parameter.grad for parameter in model.parameters() if parameter.requires_grad)]
+    torch.testing.assert_close(found["full"], found["none"])
 
 
 class Twice(nn.Module):
