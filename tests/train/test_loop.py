@@ -492,7 +492,7 @@ def test_two_ranks_make_a_plan_for_their_shards(folder, two):  # noqa: F811
 
 
 def train_with_little_free_on_one_rank(folder: Path, output: str) -> None:
-    free = 10**9 if dist.get_rank() == 0 else 430_000 - 4 * 34_080 // 2
+    free = 10**9 if dist.get_rank() == 0 else 460_000 - 4 * 34_080 // 2
     with mock.patch("liger_models.train.step_plan.free_memory", return_value=free):
         train_adapters(folder, output, lora_r=0, lr=1e-2)
 
@@ -500,8 +500,8 @@ def train_with_little_free_on_one_rank(folder: Path, output: str) -> None:
 def test_two_ranks_plan_for_the_least_free_memory(folder, two):  # noqa: F811
     two(train_with_little_free_on_one_rank, folder, "least")
     plan = json.loads((folder / "least" / "memory.json").read_text())
-    assert plan["budget"] == 430_000
-    assert plan["peak"] <= 0.92 * 430_000
+    assert plan["budget"] == 460_000
+    assert plan["peak"] <= 0.92 * 460_000
     assert plan["policies"] != ["none", "none"]
 
 
