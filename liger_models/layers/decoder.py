@@ -36,7 +36,7 @@ from liger_models.layers.lm_head import LigerLMHead, LossFunction
 from liger_models.layers.masks import takes_segments
 from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm
 from liger_models.layers.offload import Offload, offloaded_blocks
-from liger_models.layers.recompute import is_compiled, run_again
+from liger_models.layers.recompute import is_compiled, run_again, runs_own_code
 from liger_models.layers.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
@@ -920,7 +920,8 @@ class Decoder(nn.Module):
                 # The input of a block is the residual stream including the branch that is still to be added.
                 states.append(residual if x is None else residual + x)
             run: Any = block
-            if index in recomputed and not is_compiled(block):
+            # The experts of a block must be chosen once, so no other code may come between `run_again` and the router.
+            if index in recomputed and not (runs_own_code(block) if routed_layers(block) else is_compiled(block)):
                 run = functools.partial(run_again, block)
             block_layout = replace(layout, experts=experts[index]) if index in experts else layout
             with offload.saving(index in self.offloaded) if offload else nullcontext():

@@ -203,12 +203,6 @@ class LigerMoE(Layer):
         self.reset_parameters()
 
     @property
-    def replayable(self) -> bool:  # type: ignore[override]
-        """Whether a block with this layer is recomputed as a whole. Not if the experts are on several ranks, because
-        their outputs would have to be exchanged again."""
-        return self.groups.expert is None
-
-    @property
     def in_chunks(self) -> bool:  # type: ignore[override]
         """Whether `moe_mlp` computes the experts. It does not use chunks with dropout."""
         dropout = 0.0 if self.lora is None else self.lora.dropout
@@ -298,6 +292,7 @@ class LigerMoE(Layer):
         """
         check_divisible("LigerMoE", "num_experts", self.num_experts, group)
         self.groups = replace(self.groups, expert=group)
+        self.replayable = False  # the outputs of the experts would have to be exchanged again
         # Each rank has some of the experts, with all parameters and adapters of these experts.
         biased = {} if self.gate_up_bias is None else {"gate_up_bias": 0, "down_bias": 0}
         adapters = {} if self.lora is None else {f"lora.{name}": 0 for name, _ in self.lora.named_parameters()}

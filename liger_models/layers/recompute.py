@@ -116,6 +116,17 @@ def is_compiled(block: nn.Module) -> bool:
     return block._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
+def runs_own_code(block: nn.Module) -> bool:
+    """Whether a module in the block is compiled, has a replaced forward, or is wrapped in a checkpoint.
+
+    Such code does not keep choices, and may run a second time outside of `run_again`.
+    """
+    return any(
+        is_compiled(module) or "forward" in vars(module) or hasattr(module, "checkpoint_fn")
+        for module in block.modules()
+    )
+
+
 def run_twice(function: Callable[..., Any], *args: Any, modules: tuple[Any, ...] = (), **options: Any) -> Any:
     """Call ``function(*args)`` and save only the tensors in ``args``. The backward calls the function again.
 

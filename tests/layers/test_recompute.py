@@ -152,6 +152,42 @@ def test_what_experts_return_is_made_again_where_it_is_used_besides(kernel_devic
     torch.testing.assert_close(found["full"], found["none"])
 
 
+def wrap(module):
+    forward = module.forward
+    module.forward = lambda *args: torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "flips"),
+    [
+        (lambda block: block.mlp.compile(backend="eager"), True),
+        (lambda block: setattr(block.mlp, "replayable", False), True),
+        (lambda block: wrap(block.mlp), False),  # the user's own code runs the router again
+        (wrap, False),
+    ],
+    ids=["compiled experts", "not replayable", "wrapped experts", "wrapped block"],
+)
+def test_experts_beside_other_code(monkeypatch, change, flips):
+    """With ``flips``, a router would choose other experts in a second run that is not given the first choice."""
+    torch._dynamo.reset()
+    original, runs, found = moe.route_reference, [], {}
+
+    @torch._dynamo.disable
+    def choose(logits, routing, bias, given):
+        runs.append(given)
+        return original(-logits if flips and given is None and len(runs) > 3 else logits, routing, bias, given)
+
+    monkeypatch.setattr(moe, "route_reference", choose)
+    for policy in ("none", "full"):
+        torch.manual_seed(0)
+        model = build(LigerMixtral, "cpu")
+        for block in model.layers if policy == "full" else ():
+            change(block)
+        runs.clear()
+        found[policy] = gradients(model, policy, "cpu")
+    torch.testing.assert_close(found["full"], found["none"])
+
+
 class Twice(nn.Module):
     """A block that runs its MLP once more, and another behind it."""
 
