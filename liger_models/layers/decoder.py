@@ -36,7 +36,7 @@ from liger_models.layers.lm_head import LigerLMHead, LossFunction
 from liger_models.layers.masks import takes_segments
 from liger_models.layers.norm import LigerRMSNorm, Norm, add_norm
 from liger_models.layers.offload import Offload, offloaded_blocks
-from liger_models.layers.recompute import is_compiled, run_again, runs_own_code
+from liger_models.layers.recompute import can_run_again, run_again
 from liger_models.layers.rope import RotaryEmbedding
 
 if TYPE_CHECKING:
@@ -524,8 +524,9 @@ class Decoder(nn.Module):
                 largest activations. "full" saves only the block's input and recomputes everything else, except the last
                 projection, whose output the backward does not need. Under "full", blocks with routed experts also save
                 the choice of the experts, so that the backward routes tokens to the same experts. Compiled blocks and
-                models, blocks with experts on several ranks, and blocks whose later layers need the output of the
-                experts also save the input of the MLP.
+                models, blocks with experts of which a part is compiled or has a replaced forward, blocks with experts
+                on several ranks, and blocks whose later layers need the output of the experts also save the input of
+                the MLP.
             offload_layers: number of blocks whose activations are offloaded to host memory, by copies that overlap
                 with the compute stream. These blocks are spread evenly over the model and exclude the last two
                 blocks if possible, so that copies can finish while other blocks run. Offloading works with compiled
@@ -920,8 +921,7 @@ class Decoder(nn.Module):
                 # The input of a block is the residual stream including the branch that is still to be added.
                 states.append(residual if x is None else residual + x)
             run: Any = block
-            # The experts of a block must be chosen once, so no other code may come between `run_again` and the router.
-            if index in recomputed and not (runs_own_code(block) if routed_layers(block) else is_compiled(block)):
+            if index in recomputed and can_run_again(block):
                 run = functools.partial(run_again, block)
             block_layout = replace(layout, experts=experts[index]) if index in experts else layout
             with offload.saving(index in self.offloaded) if offload else nullcontext():

@@ -39,7 +39,7 @@ from liger_models.layers.norm import (
     row_order,
     weight_of,
 )
-from liger_models.layers.recompute import is_hooked, recomputes, repeats, run_twice
+from liger_models.layers.recompute import is_hooked, recomputes, repeats, run_for_backward, run_twice
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -201,14 +201,7 @@ class GatedMLP(Layer):
                 gate_up_low_rank=low_rank_of(up_proj, gate_up.dtype),
                 down_low_rank=low_rank_of(down_proj, down.dtype),
             )  # fmt: skip
-        if repeats():
-            # If the backward needs no tensor of a later layer, the recomputation stops inside this call. Otherwise, the
-            # later layers need y.
-            y, residual = mlp(need_y=False)
-            with torch.no_grad():
-                y.data.copy_(mlp()[0])  # autograd forbids in-place writes to one of several results
-        else:
-            y, residual = mlp()
+        y, residual = run_for_backward(mlp) if repeats() else mlp()
         return (partial.sum(y) if partial else y), residual
 
     def _of_sum(self, norm: nn.Module | None, residual: Tensor) -> Tensor:

@@ -32,7 +32,15 @@ from liger_models.layers.layer import Layer
 from liger_models.layers.linear import ReplicatedLinear, check_divisible, is_sharded, local, local_or_none, replicated
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import Norm, add_norm, autocast_weights, call_linear
-from liger_models.layers.recompute import earlier_choice, is_hooked, keep_choice, recomputes, repeats, run_twice
+from liger_models.layers.recompute import (
+    earlier_choice,
+    is_hooked,
+    keep_choice,
+    recomputes,
+    repeats,
+    run_for_backward,
+    run_twice,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -417,14 +425,8 @@ class LigerMoE(Layer):
             if addend is not None and group is None:
                 options["addend"], addend = addend.reshape(rows.shape), None
             run = partial(moe_mlp, *inputs, *others, recompute=self.recompute, **options)
-            if self.recompute and repeats() and dropout == 0:  # a second call would drop other elements
-                # If the backward needs no tensor of a later layer, the recomputation stops inside this call. Otherwise,
-                # the later layers need y.
-                y = run(need_y=False)
-                with torch.no_grad():
-                    y.data.copy_(run())  # autograd forbids in-place writes to one of several results
-            else:
-                y = run()
+            # With dropout, a second call would drop other elements.
+            y = run_for_backward(run) if self.recompute and repeats() and dropout == 0 else run()
         elif recomputes(self):
             y = run_twice(partial(moe_mlp_reference, **options), *inputs, *others)
         else:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from liger_models.kernels.matmul.batch_invariance import batch_invariant, is_batch_invariant
+from liger_models.layers.layer import routed_layers
 
 
+@dataclass
 class BlockRun:
     """A run of a block in `run_again`: the forward's run, or the backward's recomputation.
 
@@ -21,10 +24,9 @@ class BlockRun:
         remaining: in the recomputation, an iterator over ``choices``.
     """
 
-    def __init__(self) -> None:
-        self.repeats = False
-        self.choices: list[Tensor] = []
-        self.remaining: Iterator[Tensor] = iter(())
+    repeats: bool = False
+    choices: list[Tensor] = field(default_factory=list)
+    remaining: Iterator[Tensor] = field(default_factory=lambda: iter(()))
 
 
 _RUN: ContextVar[BlockRun | None] = ContextVar("run", default=None)
@@ -59,12 +61,17 @@ def run_preparing_hooks(module: nn.Module) -> None:
             hook(module, ())
 
 
+def _current_run() -> BlockRun | None:
+    """The run of a block in which the calling code runs; None outside of `run_again`."""
+    return None if torch.compiler.is_compiling() else _RUN.get()
+
+
 def repeats() -> bool | None:
     """Whether the current run of a block is the backward's recomputation; None outside of `run_again`.
 
     The recomputation of a block stops as soon as it has computed the last tensor that the backward needs.
     """
-    run = None if torch.compiler.is_compiling() else _RUN.get()
+    run = _current_run()
     return None if run is None else run.repeats
 
 
@@ -73,7 +80,7 @@ def keep_choice(choice: Tensor) -> None:
 
     The choice consists of integers below 2¹⁵, which are kept in 16 bits.
     """
-    run = None if torch.compiler.is_compiling() else _RUN.get()
+    run = _current_run()
     if run is not None and not run.repeats:
         run.choices.append(choice.to(torch.int16))
 
@@ -84,7 +91,24 @@ def earlier_choice() -> Tensor | None:
     A layer that chooses, such as a router, must make the same choices again. A second forward may choose differently,
     for example because an autotuned kernel sums in another order.
     """
-    return next(_RUN.get().remaining) if repeats() else None  # type: ignore[union-attr]
+    run = _current_run()
+    return next(run.remaining) if run is not None and run.repeats else None
+
+
+def run_for_backward(op: Callable[..., Any]) -> Any:
+    """Run a fused op in the recomputation of a block, so that the op saves its tensors for the backward.
+
+    Args:
+        op: returns y, or a tuple that begins with y, and leaves y uninitialized if it gets ``need_y=False``. Both calls
+            must give the same results.
+    """
+    # If the backward needs no tensor of a later layer, the recomputation stops inside this call. Otherwise, the later
+    # layers need y.
+    outputs = op(need_y=False)
+    with torch.no_grad():
+        y, again = (out if isinstance(out, Tensor) else out[0] for out in (outputs, op()))
+        y.data.copy_(again)  # autograd forbids in-place writes to one of several results
+    return outputs
 
 
 def recomputes(part: Any) -> bool:
@@ -116,15 +140,19 @@ def is_compiled(block: nn.Module) -> bool:
     return block._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
-def runs_own_code(block: nn.Module) -> bool:
-    """Whether a module in the block is compiled, has a replaced forward, or is wrapped in a checkpoint.
+def can_run_again(block: nn.Module) -> bool:
+    """Whether `run_again` can run a block that `is_replayable`, in its present state: not if the block is compiled.
 
-    Such code does not keep choices, and may run a second time outside of `run_again`.
+    Nor if the block has routed experts, and a module in it is compiled, has a replaced forward, or is wrapped in a
+    checkpoint. Such code does not keep choices, and may run a second time outside of `run_again`.
     """
-    return any(
+    if is_compiled(block):
+        return False
+    own = any(
         is_compiled(module) or "forward" in vars(module) or hasattr(module, "checkpoint_fn")
         for module in block.modules()
     )
+    return not (own and routed_layers(block))
 
 
 def run_twice(function: Callable[..., Any], *args: Any, modules: tuple[Any, ...] = (), **options: Any) -> Any:

@@ -27,7 +27,6 @@ WORKSPACE = 3 * WORKSPACE_MIB * 2**20
 """Bytes of the intermediate activations of an MLP that processes long inputs in chunks: gate and up of a chunk, their
 gradients, and sorted copies of the tokens."""
 
-
 WORKING_ROWS = 3
 """Number of tensors of the size of the residual stream that the backward of a block needs in addition to the block's
 activations: gradients of the residual stream, of queries, keys and values, and of the output of attention. The number

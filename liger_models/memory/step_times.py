@@ -14,7 +14,7 @@ from liger_models.kernels.dispatch import ACCELERATORS
 from liger_models.layers.decoder import Decoder
 from liger_models.layers.frozen import own_parameters
 from liger_models.layers.layer import CHECKPOINTING_POLICIES, Layer, is_replayable, set_policy
-from liger_models.layers.recompute import is_compiled, run_again
+from liger_models.layers.recompute import can_run_again, run_again
 from liger_models.memory.estimate import TrainingMemory
 
 FLOPS, LINK, BANDWIDTH, LAUNCH = 620e12, 53e9, 4e12, 2e-5
@@ -234,7 +234,7 @@ def _measure_blocks(
 def _run(block: nn.Module, policy: str, embeds: Tensor, layout: Any, device: torch.device) -> tuple[float, float]:
     """Measure the seconds of a block's forward, and the seconds of its forward and backward together. Each result is
     the median of several runs. The first run is not counted."""
-    recomputes = policy == "full" and is_replayable(block) and not is_compiled(block)
+    recomputes = policy == "full" and is_replayable(block) and can_run_again(block)
     forward: Callable[..., Any] = functools.partial(run_again, block) if recomputes else block
     trained = [parameter for parameter in block.parameters() if parameter.requires_grad]
     seconds = []

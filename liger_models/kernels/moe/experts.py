@@ -65,6 +65,7 @@ from liger_models.common.ops import Argument, Op
 from liger_models.kernels.activation.gated_act import ACTIVATIONS, _load_pairs, gated_act_forward
 from liger_models.kernels.dispatch import on_device_of, tl, triton, use_triton
 from liger_models.kernels.frozen.products import WEIGHT, dense
+from liger_models.kernels.linear.gated_mlp import WORKSPACE_MIB
 from liger_models.kernels.linear.projection import LOW_RANK, ProjectionGradients, ProjectionNeeds
 from liger_models.kernels.matmul.row_linear import LowRank
 from liger_models.kernels.moe.dropout import draw_seed, drop
@@ -78,13 +79,9 @@ ACT_BLOCK = 1024
 """Number of (gate, up) pairs that the activation's kernels process per step. A program loops over a whole row, because
 the gradient of the routing weight is a sum over the row."""
 
-WORKSPACE_MIB = 1024
-"""Maximum size of u for one chunk, in MiB, unless a chunk would then have fewer than `MIN_ROWS` rows per expert. The
-backward of a chunk needs about three times this size."""
-
 MIN_ROWS = 512
-"""Lower bound of the maximum number of rows per chunk and expert, regardless of `WORKSPACE_MIB`. Each chunk reads all
-matrices of the experts, and reads and writes the fp32 sums of their gradients."""
+"""Lower bound of the maximum number of rows per chunk and expert, regardless of `WORKSPACE_MIB`, which limits the size
+of u in a chunk. Each chunk reads all matrices of the experts, and reads and writes the fp32 sums of their gradients."""
 
 
 def moe_mlp_reference(
@@ -502,10 +499,10 @@ def _count_chunks(inputs: MoEInputs) -> int:
 
 def _forward_chunks(inputs: MoEInputs) -> MoEOutputs:
     """Compute the outputs in chunks of tokens. u is not saved."""
-    tokens = cdiv(len(inputs.x), _count_chunks(inputs))
-    if inputs.need_y:
-        inputs = inputs._replace(gate_up=inputs.gate_up.dense(), down=inputs.down.dense())
     N = len(inputs.x)
+    tokens = cdiv(N, _count_chunks(inputs))
+    if inputs.need_y:
+        inputs = inputs._replace(gate_up=inputs.gate_up.dense().contiguous(), down=inputs.down.dense().contiguous())
     y = inputs.x.new_empty(inputs.x.shape, dtype=inputs.gate_up.weight.dtype)
     parts = []
     for start in range(0, N, tokens):
@@ -578,7 +575,7 @@ def _backward_chunks(inputs: MoEUpstream) -> MoEGradients:
     dy, saved, needs = inputs
     x = saved.x
     assert x is not None
-    saved = saved._replace(gate_up=saved.gate_up.dense(), down=saved.down.dense())
+    saved = saved._replace(gate_up=saved.gate_up.dense().contiguous(), down=saved.down.dense().contiguous())
     (N, K), X = saved.weights.shape, saved.gate_up.weight.shape[0]
     tokens = cdiv(N, len(saved.ends) // X)
     dx = x.new_empty(x.shape) if needs.x else None
@@ -786,9 +783,9 @@ def moe_mlp(
             sigmoid(1.702 * gate)``, where gate is clamped to at most limit.
         limit: the limit of "clamped_swiglu", a positive number. Other activations ignore the limit.
         recompute: whether to recompute gate and up in the backward instead of saving them. This takes one more grouped
-            product. If there are many tokens, they are then processed in chunks, which saves more memory, and the
-            gradients of the parameters are rounded differently. Otherwise, the gradients do not change. The reference
-            backend ignores this option.
+            product. If there are many tokens, they are then processed in chunks, and the gradients of the parameters
+            are summed in fp32, which takes memory if the matrices are trained. With a single chunk, the gradients do
+            not change. The reference backend ignores this option.
         dropout: probability of dropping an element of the low-rank terms' inputs. The same elements of x are dropped
             for all experts of a token.
         copies: number of entries in ``experts`` that are less than X. The remaining entries are X, which stands for no
