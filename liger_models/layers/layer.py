@@ -65,9 +65,6 @@ class Layer(nn.Module):
     """Whether a block with this layer may be recomputed as a whole, which requires that a second forward gives the same
     result. A layer that chooses keeps its choice for the second forward (`liger_models.layers.recompute.keep_choice`).
     """
-    in_chunks: bool = False
-    """Whether the layer processes long inputs in chunks if the backward recomputes them. The intermediate activations
-    then exist only for one chunk at a time."""
     recurrent: bool = False
     """Whether the decode cache keeps a state of the layer that summarizes all earlier tokens. Padding after a prompt
     would change such a state."""
@@ -159,6 +156,17 @@ class Layer(nn.Module):
         The fraction applies to the layer and to its submodules, except for submodules that return their own fraction.
         None means that the layer recomputes nothing by itself. Its operations are then repeated only if the whole block
         is recomputed.
+        """
+        return None
+
+    def workspace(self, tokens: int, size: int) -> int | None:
+        """Return the bytes of the intermediate activations of a backward that recomputes them in chunks of tokens.
+
+        The gradients that are summed over the chunks are included. None means that the layer does not use chunks.
+
+        Args:
+            tokens: number of tokens.
+            size: bytes of an element.
         """
         return None
 
@@ -294,3 +302,9 @@ def wide_parameters(module: nn.Module) -> list[str]:
 def is_replayable(module: nn.Module) -> bool:
     """Whether a module can be recomputed as a whole."""
     return all(layer.replayable for layer in layers_of(module))
+
+
+def sum_bytes(module: nn.Module) -> int:
+    """Return the bytes of sums in fp32 of the gradients of all parameters of a module."""
+    trained = (parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    return sum(trained) * torch.float32.itemsize

@@ -13,9 +13,9 @@ from liger_models.kernels.dispatch import use_triton
 from liger_models.kernels.float8.float8_gated_mlp import float8_gated_mlp
 from liger_models.kernels.linear.act_linear import ACTIVATIONS as PLAIN_ACTIVATIONS
 from liger_models.kernels.linear.act_linear import act_linear, act_reference
-from liger_models.kernels.linear.gated_mlp import gated_mlp
+from liger_models.kernels.linear.gated_mlp import WORKSPACE_MIB, gated_mlp
 from liger_models.kernels.norm.fused_norm import FusedNorm
-from liger_models.layers.layer import Layer
+from liger_models.layers.layer import Layer, sum_bytes
 from liger_models.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -104,13 +104,17 @@ class GatedMLP(Layer):
         return 0.0 if policy == "none" else 2 / 3
 
     @property
-    def in_chunks(self) -> bool:  # type: ignore[override]
-        """Whether `gated_mlp` computes the whole MLP."""
+    def _is_fused(self) -> bool:
+        """Whether `gated_mlp` can compute the whole MLP."""
         return self.kernel and self.multipliers == (1.0, 1.0)
+
+    def workspace(self, tokens: int, size: int) -> int | None:
+        """See `Layer.workspace`. `gated_mlp` needs three tensors of the size of gate and up of a chunk."""
+        return 3 * WORKSPACE_MIB * 2**20 + sum_bytes(self) if self._is_fused else None
 
     def set_gate_up_8bit(self, enabled: bool) -> bool:
         """Choose whether gate and up are saved in 8 bits; see `Layer.set_gate_up_8bit`."""
-        if not self.in_chunks:
+        if not self._is_fused:
             return False
         self.gate_up_8bit = enabled
         return True

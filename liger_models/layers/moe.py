@@ -24,11 +24,11 @@ from liger_models.kernels.matmul.row_linear import MOST_ROWS, wide_inference_lin
 from liger_models.kernels.matmul.wide_linear import wide_linear, wide_linear_reference
 from liger_models.kernels.moe.expert_act import check_expert_act, inputs_of
 from liger_models.kernels.moe.expert_parallel import moe_mlp_over
-from liger_models.kernels.moe.experts import moe_mlp, moe_mlp_reference
+from liger_models.kernels.moe.experts import copies_per_chunk, copy_bytes, moe_mlp, moe_mlp_reference
 from liger_models.kernels.moe.routing import Routing, route, route_reference
 from liger_models.kernels.options import KernelOptions
 from liger_models.layers.frozen import frozen_parts
-from liger_models.layers.layer import Layer
+from liger_models.layers.layer import Layer, sum_bytes
 from liger_models.layers.linear import ReplicatedLinear, check_divisible, is_sharded, local, local_or_none, replicated
 from liger_models.layers.mlp import GatedMLP
 from liger_models.layers.norm import Norm, add_norm, autocast_weights, call_linear
@@ -211,12 +211,6 @@ class LigerMoE(Layer):
         self.reset_parameters()
 
     @property
-    def in_chunks(self) -> bool:  # type: ignore[override]
-        """Whether `moe_mlp` computes the experts. It does not use chunks with dropout."""
-        dropout = 0.0 if self.lora is None else self.lora.dropout
-        return self.kernel and self.groups.expert is None and dropout == 0
-
-    @property
     def router(self) -> nn.Module:  # type: ignore[override]
         """The module that computes the router logits."""
         return self.gate
@@ -267,6 +261,15 @@ class LigerMoE(Layer):
         other policies, it is 2 / 3, or 1 / 2 if the experts have no gate."""
         inputs = inputs_of(self.act)
         return 0.0 if policy == "none" else inputs / (inputs + 1)
+
+    def workspace(self, tokens: int, size: int) -> int | None:
+        """See `Layer.workspace`. `moe_mlp` does not use chunks with dropout, or if ranks exchange tokens."""
+        dropout = 0.0 if self.lora is None else self.lora.dropout
+        if not self.kernel or self.groups.expert is not None or dropout > 0:
+            return None
+        shape, sums = self.shape_of("gate_up_weight"), sum_bytes(self)
+        copies = min(copies_per_chunk(shape, self.act, size, sums), tokens * self.top_k)
+        return copies * copy_bytes(shape, self.act, size) + sums
 
     def can_shard(self, size: int) -> bool:
         """Whether the intermediate size of an expert is divisible by ``size``."""

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from liger_models.kernels.dispatch import triton_assumed
-from liger_models.kernels.linear.gated_mlp import WORKSPACE_MIB
 from liger_models.kernels.loss.row_chunks import chunk_rows
 from liger_models.kernels.optimizer.moments import has_blocks, moment_bytes
 from liger_models.layers.decoder import Decoder
@@ -22,10 +21,6 @@ from liger_models.layers.layer import CHECKPOINTING_POLICIES, is_replayable, lay
 from liger_models.layers.lm_head import BIAS_COLUMNS
 from liger_models.layers.masks import Mask
 from liger_models.layers.offload import COMING, SMALLEST
-
-WORKSPACE = 3 * WORKSPACE_MIB * 2**20
-"""Bytes of the intermediate activations of an MLP that processes long inputs in chunks: gate and up of a chunk, their
-gradients, and sorted copies of the tokens."""
 
 WORKING_ROWS = 3
 """Number of tensors of the size of the residual stream that the backward of a block needs in addition to the block's
@@ -228,7 +223,7 @@ def training_memory(
 
     # Compute the largest excess of recomputation from the other sizes. `with_parameters` adds the parameters later.
     complete = tuple(
-        min(none.total, selective.total + WORKSPACE) if _in_chunks(block) else none.total
+        min(none.total, selective.total + _workspace(block, tokens, size, none.total))
         for block, none, selective in zip(model.layers, saved["none"], saved["selective"], strict=True)
     )
     working = WORKING_ROWS * tokens * model.config.hidden_size * size
@@ -349,9 +344,14 @@ def _saved_by_block(model: Decoder, policy: str, tokens: int, dtype: torch.dtype
     return saved
 
 
-def _in_chunks(block: nn.Module) -> bool:
-    """Whether all layers of a block that the policy "selective" recomputes process long inputs in chunks."""
-    return all(layer.in_chunks for layer in layers_of(block) if layer.recomputed_share("selective"))
+def _workspace(block: nn.Module, tokens: int, size: int, default: int) -> int:
+    """Return the largest `Layer.workspace` of the layers of a block that the policy "selective" recomputes.
+
+    If one of these layers does not use chunks, return ``default``.
+    """
+    recomputed = (layer for layer in layers_of(block) if layer.recomputed_share("selective"))
+    sizes = [layer.workspace(tokens, size) for layer in recomputed]
+    return max((default if nbytes is None else nbytes for nbytes in sizes), default=0)
 
 
 def _description(block: nn.Module) -> str:

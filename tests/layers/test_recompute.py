@@ -8,14 +8,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from liger_models import LigerGemma2, LigerGranite, LigerLlama, LigerMixtral
+from liger_models import AutoLigerModel, LigerGemma2, LigerGranite, LigerLlama, LigerMixtral
 from liger_models.adapters import LoRAConfig, apply_lora
 from liger_models.arch import get_arch
 from liger_models.kernels.linear import gated_mlp, projection
 from liger_models.kernels.moe import experts as experts_module
 from liger_models.layers import moe
+from liger_models.layers.compile_ahead import never_ahead
 from liger_models.layers.kv_cache import DecodeCache
 from liger_models.layers.layer import routed_layers
+
+from ..arch.families import ARCHS, properties, tiny
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
 
@@ -122,6 +125,7 @@ def test_a_recomputed_block_repeats_no_product_of_its_experts(kernel_device, mon
     """Except gate and up, which are recomputed under "selective", too. A shared expert runs before them."""
     options = {"num_experts": 4} if arch == "qwen2_moe" else {}
     model = build(get_arch(arch), kernel_device, **options)
+    never_ahead(model)  # the recording of a first step would be counted, too
     original, products, found = experts_module.grouped_mm, [], {}
     monkeypatch.setattr(experts_module, "grouped_mm", lambda *args: products.append(1) or original(*args))
     for policy in ("selective", "full"):
@@ -129,6 +133,27 @@ def test_a_recomputed_block_repeats_no_product_of_its_experts(kernel_device, mon
         found[policy] = gradients(model, policy, kernel_device)
         assert len(products) == 3 * 5
     torch.testing.assert_close(found["full"], found["selective"])
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("jitter", [0.0, 0.3])
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if "LigerMoE" in properties(arch)])
+def test_recomputed_mixtures_have_the_same_gradients(kernel_device, arch, jitter):
+    """In a second backward, too. The noise of the routers' inputs is drawn once."""
+    model = AutoLigerModel.from_config({"model_type": arch, **next(iter(tiny(arch).values()))}, device=kernel_device)
+    for layer in routed_layers(model):
+        layer.router_jitter = jitter
+    ids = torch.arange(3, 27, device=kernel_device).view(2, 12) % 20
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found = {}
+    for policy in ("none", "full"):
+        model.set_checkpointing(policy)
+        torch.manual_seed(5)
+        loss = model(ids, labels=ids).loss
+        found[policy] = [
+            torch.autograd.grad(loss, parameters, retain_graph=first, allow_unused=True) for first in (True, False)
+        ]
+    torch.testing.assert_close(found["full"], found["none"])
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])

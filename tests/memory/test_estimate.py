@@ -15,7 +15,7 @@ from liger_models.adapters import LoRAConfig, apply_lora, quantize_base
 from liger_models.adapters.lora_layers import adapted_layers
 from liger_models.arch import built_in, get_arch
 from liger_models.distributed.collectives import Group
-from liger_models.memory.estimate import WORKSPACE, _saved_by_block, training_memory
+from liger_models.memory.estimate import _saved_by_block, training_memory
 from liger_models.train.report import estimate
 
 from ..arch.families import of_each_kind
@@ -225,14 +225,32 @@ def test_long_inputs_are_recomputed_in_chunks():
     hf = {"model_type": "llama", "num_key_value_heads": 4, "vocab_size": 64, **sizes}
     model, tokens = AutoLigerModel.from_config(hf, device="meta", dtype=torch.bfloat16), 2**18
     memory = training_memory(model, tokens)
-    gate_up = 2 * tokens * 2 * 2**12
-    assert memory.activations["none"] - memory.activations["selective"] == gate_up > WORKSPACE
-    gradients = 3 * tokens * 32 * 2
-    assert memory.excess("selective", 0) == WORKSPACE + gradients - memory.logits
+    gate_up, workspace = 2 * tokens * 2 * 2**12, 3 * 2**30
+    assert memory.activations["none"] - memory.activations["selective"] == gate_up > workspace
+    gradients, sums = 3 * tokens * 32 * 2, 4 * 3 * 32 * 2**12
+    assert memory.excess("selective", 0) == workspace + sums + gradients - memory.logits
     model.layers[0].mlp.kernel = False
     memory = training_memory(model, tokens)
     whole = memory.activations["none"] - memory.activations["selective"]
     assert memory.excess("selective", 0) == whole + gradients - memory.logits
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_experts_of_long_inputs_are_recomputed_in_chunks(trained):
+    """If they are trained, their gradients are summed in fp32, and a chunk is worth these sums."""
+    C, F, X, K, tokens = 1024, 512, 32, 4, 2**20
+    sizes = {"hidden_size": C, "moe_intermediate_size": F, "num_experts": X, "num_experts_per_tok": K, "head_dim": 32}
+    hf = {"model_type": "qwen3_moe", "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    config = {**hf, **sizes, "vocab_size": 64, "intermediate_size": F, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    model = AutoLigerModel.from_config(config, device="meta", dtype=torch.bfloat16)
+    moe = model.layers[0].mlp.requires_grad_(trained)
+    memory = training_memory(model, tokens)
+    row, sums = (3 * F + 2 * C) * 2, trained * 4 * (3 * X * C * F + X * C)
+    rows = max(2**30 // (2 * F * 2), 2 * sums // row)
+    assert moe.workspace(tokens, 2) == rows * row + sums
+    assert moe.workspace(tokens, 2) < memory.activations["none"] - memory.activations["selective"]
+    gradients = 3 * tokens * C * 2
+    assert memory.excess("selective", 0) == rows * row + sums + gradients - memory.logits
 
 
 @pytest.mark.slow

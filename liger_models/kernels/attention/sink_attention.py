@@ -38,6 +38,11 @@ CUDNN_STEP = 128
 """cuDNN runs only for sequence lengths that are multiples of this number. cuDNN builds a plan for every new length, and
 this condition limits the number of plans."""
 
+MOST_QUERIES = 2**29
+"""Maximum number of elements of the queries for which the backward processes all heads at once. The backward of a
+flash-attention kernel allocates up to four times as many bytes as the queries take up: for sums of dq in fp32 and, if
+query heads share keys, for dk and dv of every query head."""
+
 ROWS = 64
 """Number of tokens that a program processes for one head. If the head dimension is 64 and the dtype bf16, a thread
 holds four 16-byte vectors."""
@@ -231,6 +236,26 @@ def _flash_backward(
     return dq, dk, dv
 
 
+def _backward_by_heads(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, ...]:
+    """Run `_flash_backward`. If the queries have many elements, run it for a part of the heads at a time; see
+    `MOST_QUERIES`."""
+    H, G = q.shape[2], k.shape[2]
+    kv_heads = cdiv(G, max(cdiv(q.numel(), MOST_QUERIES), 1))  # KV heads per call
+    if kv_heads == G:
+        return _flash_backward(dy, q, k, v, y, lse, *options)
+    grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    for start in range(0, G, kv_heads):
+        shared = slice(start, start + kv_heads)
+        heads = slice(start * H // G, (start + kv_heads) * H // G)
+        inputs = dy[:, :, heads], q[:, :, heads], k[:, :, shared], v[:, :, shared], y[:, :, heads], lse[heads]
+        parts = _flash_backward(*inputs, *options)
+        for grad, part, chosen in zip(grads, parts, (heads, shared, shared), strict=True):
+            grad[:, :, chosen] = part
+    return grads
+
+
 def _sink_attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor | None,
     max_seqlen: Annotated[int, "SymInt"], scale: float, window: int,
@@ -265,7 +290,7 @@ def _sink_attention_backward(
         grads[3] = sums.sum(1).to(sinks.dtype)
     if need_qkv:
         # Because lse includes the sink, the backward of ordinary attention computes the gradients of q, k and v.
-        grads[:3] = _flash_backward(dy, q, k, v, y, lse, cu_seqlens, max_seqlen, scale, window)
+        grads[:3] = _backward_by_heads(dy, q, k, v, y, lse, cu_seqlens, max_seqlen, scale, window)
     return tuple(grad.contiguous() for grad in grads)
 
 

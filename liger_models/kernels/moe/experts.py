@@ -44,16 +44,17 @@ form), and u before the bias is added. x is saved only for the gradients of the 
 With ``recompute``, u is not saved. The backward then recomputes u, bitwise identical to the u of the forward, and
 overwrites u with du. If there are many tokens, the forward and the backward then process them in chunks, so that the
 sorted rows exist only for one chunk at a time. Each chunk is sorted separately, and the gradients of the parameters are
-summed over the chunks in fp32. The sorted copies of x and the gated product are never saved. Gradients that are not
-needed are not computed. Every other gradient has the dtype of its input. The backward is a single op, so that compilers
-do not see that tensors are recomputed. A compiler that saw the recomputation would save the tensors in the forward
-instead.
+summed over the chunks in fp32. Because these sums need memory, too, chunks are larger if the experts are trained.
+
+The sorted copies of x and the gated product are never saved. Gradients that are not needed are not computed. Every
+other gradient has the dtype of its input. The backward is a single op, so that compilers do not see that tensors are
+recomputed. A compiler that saw the recomputation would save the tensors in the forward instead.
 
 Source: https://arxiv.org/abs/2101.03961, https://arxiv.org/abs/2211.15841, https://arxiv.org/abs/2512.14080 (gradient
 of the routing weights without the experts' outputs).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
@@ -81,7 +82,7 @@ the gradient of the routing weight is a sum over the row."""
 
 MIN_ROWS = 512
 """Lower bound of the maximum number of rows per chunk and expert, regardless of `WORKSPACE_MIB`, which limits the size
-of u in a chunk. Each chunk reads all matrices of the experts, and reads and writes the fp32 sums of their gradients."""
+of u in a chunk. Each chunk reads all matrices of the experts."""
 
 
 def moe_mlp_reference(
@@ -402,7 +403,7 @@ class MoEInputs(NamedTuple):
     """Inputs of the ops `moe_mlp` and `moe_mlp_inference`, as described at the function `moe_mlp`.
 
     ``seed`` holds the seeds of the dropout, or is None for no dropout. Only `moe_mlp_inference` may get an ``addend``,
-    which must have the dtype of y.
+    which must have the dtype of y. ``sum_bytes`` are the bytes of the parameters' gradients in fp32.
     """
 
     x: Tensor
@@ -418,6 +419,7 @@ class MoEInputs(NamedTuple):
     copies: Annotated[int | None, COPIES] = None
     addend: Tensor | None = None
     need_y: bool = True
+    sum_bytes: int = 0
 
 
 class MoEOutputs(NamedTuple):
@@ -492,9 +494,37 @@ def _count_chunks(inputs: MoEInputs) -> int:
     # The kernels of dropout number the copies of all tokens.
     if not inputs.recompute or inputs.copies is not None or inputs.seed is not None:
         return 1
-    (X, width, _), size = inputs.gate_up.weight.shape, inputs.gate_up.weight.dtype.itemsize
-    copies = max(WORKSPACE_MIB * 2**20 // (width * size), MIN_ROWS * X)
+    weight = inputs.gate_up.weight
+    copies = copies_per_chunk(weight.shape, inputs.act, weight.dtype.itemsize, inputs.sum_bytes)
     return max(cdiv(N, max(copies // K, 1)), 1)
+
+
+def copies_per_chunk(shape: Sequence[int], act: str, size: int, sum_bytes: int) -> int:
+    """Return the maximum number of copies of tokens in a chunk.
+
+    Args:
+        shape: ``(X, 2 F, C)``, or ``(X, F, C)`` without a gate.
+        act: the activation.
+        size: bytes of an element.
+        sum_bytes: bytes of the sums in fp32 of the parameters' gradients.
+    """
+    X, width, _ = shape
+    worth = _copies_worth(sum_bytes, copy_bytes(shape, act, size))
+    return max(WORKSPACE_MIB * 2**20 // (width * size), MIN_ROWS * X, worth)
+
+
+def copy_bytes(shape: Sequence[int], act: str, size: int) -> int:
+    """Return the bytes that the backward needs for a copy of a token: u, the gated product, and two rows [C]."""
+    _, width, C = shape
+    return (width + width // inputs_of(act) + 2 * C) * size
+
+
+def _copies_worth(sum_bytes: int, copy_bytes: int) -> int:
+    """Return the number of copies above which two chunks need less memory than one.
+
+    Two chunks save the memory of half of the copies, but need the sums of the parameters' gradients.
+    """
+    return 2 * sum_bytes // copy_bytes
 
 
 def _forward_chunks(inputs: MoEInputs) -> MoEOutputs:
@@ -783,9 +813,9 @@ def moe_mlp(
             sigmoid(1.702 * gate)``, where gate is clamped to at most limit.
         limit: the limit of "clamped_swiglu", a positive number. Other activations ignore the limit.
         recompute: whether to recompute gate and up in the backward instead of saving them. This takes one more grouped
-            product. If there are many tokens, they are then processed in chunks, and the gradients of the parameters
-            are summed in fp32, which takes memory if the matrices are trained. With a single chunk, the gradients do
-            not change. The reference backend ignores this option.
+            product. If there are so many tokens that this saves memory, they are then processed in chunks, and the
+            gradients of the parameters are summed in fp32. With a single chunk, the gradients do not change. The
+            reference backend ignores this option.
         dropout: probability of dropping an element of the low-rank terms' inputs. The same elements of x are dropped
             for all experts of a token.
         copies: number of entries in ``experts`` that are less than X. The remaining entries are X, which stands for no
@@ -854,6 +884,9 @@ def moe_mlp(
         return y if addend is None else y + addend
     # Without low-rank terms, there is no dropout. No seed is then drawn, so that the generator does not advance.
     has_low_rank = gate_up_low_rank is not None or down_low_rank is not None
+    need_gradients = torch.is_grad_enabled()
+    low_ranks = *(gate_up_low_rank or ()), *(down_low_rank or ())
+    parameters = gate_up_weight, down_weight, gate_up_bias, down_bias, *low_ranks
     inputs = MoEInputs(
         x=x,
         weights=weights,
@@ -867,8 +900,8 @@ def moe_mlp(
         dropout=dropout,
         copies=copies,
         need_y=need_y,
+        sum_bytes=4 * sum(x.numel() for x in parameters if isinstance(x, Tensor) and x.requires_grad) * need_gradients,
     )
-    need_gradients = torch.is_grad_enabled()
     if not need_gradients and (addend is None or (addend.dtype == down_weight.dtype and copies is None)):
         return INFERENCE(inputs._replace(addend=addend))
     y = FORWARD(inputs).y if need_gradients else INFERENCE(inputs)

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from liger_models.kernels.attention import sink_attention as module
 from liger_models.kernels.attention.sink_attention import sink_attention, sink_attention_reference
 
 from ..oracle import assert_close_to_truth, opcheck, run, wide
@@ -80,6 +81,19 @@ def test_matches_fp64_on_every_kernel(shape, packed, window, dtype, poisoned_emp
     """cuDNN's for whole multiples of its step, and the variable-length one."""
     inputs, dy = make(shape, dtype, "cuda")
     check(inputs, dy, window=window, cu_seqlens=bounds(*shape[:2], "cuda") if packed else None)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("shape", "calls"), [((1, 256, 9, 3, 64), 2), ((2, 100, 8, 4, 32), 4)], ids=str)
+def test_many_queries_are_processed_by_heads(shape, calls, packed, window, kernel_device, monkeypatch, poisoned_empty):
+    inputs, dy = make(shape, torch.bfloat16 if kernel_device == "cuda" else torch.float32, kernel_device)
+    monkeypatch.setattr(module, "MOST_QUERIES", -(-inputs[0].numel() // calls))
+    whole, sizes = module._flash_backward, []
+    monkeypatch.setattr(module, "_flash_backward", lambda dy, *rest: sizes.append(dy.shape[2]) or whole(dy, *rest))
+    check(inputs, dy, window=window, cu_seqlens=bounds(*shape[:2], kernel_device) if packed else None)
+    assert len(sizes) == calls
+    assert sum(sizes) == shape[2]
 
 
 def test_large_and_small_sinks(kernel_device):

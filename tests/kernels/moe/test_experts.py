@@ -16,6 +16,7 @@ from liger_models.kernels.moe.experts import (
     MoENeeds,
     MoESaved,
     MoEUpstream,
+    copies_per_chunk,
 )
 from liger_models.kernels.moe.grouped_mm import grouped_outer
 from liger_models.kernels.moe.permutation import sort_by_expert
@@ -256,6 +257,7 @@ def chunks(monkeypatch):
     """Sets chunks to one row per expert. The list gets the number of tokens of each chunk in each direction."""
     monkeypatch.setattr(experts_module, "WORKSPACE_MIB", 0)
     monkeypatch.setattr(experts_module, "MIN_ROWS", 1)
+    monkeypatch.setattr(experts_module, "_copies_worth", lambda sum_bytes, copy_bytes: 0)
     processed = []
     for name, tokens_of in (("forward", lambda inputs: inputs.x), ("backward", lambda inputs: inputs.dy)):
         original = getattr(experts_module, f"_{name}_tokens")
@@ -315,6 +317,34 @@ def test_chunks_are_as_large_as_possible():
     assert [chunks(N, 8, 256, 8192) for N in (16384, 16385)] == [1, 2]  # 512 rows for each expert
     assert chunks(524288, 4, 32, 5760, recompute=False) == 1
     assert chunks(524288, 4, 32, 5760, seed=torch.zeros(2)) == chunks(524288, 4, 32, 5760, copies=9) == 1
+
+
+@pytest.mark.parametrize("act", ["silu", "relu2"])
+def test_chunks_of_trained_experts_need_no_more_memory_than_one(act):
+    """With their sums in fp32, which is what a chunk has in addition."""
+    X, C, F, K = 128, 2880, 2880, 4
+    shape = (X, F if act == "relu2" else 2 * F, C)
+    sums, row = 4 * X * C * (shape[1] + F), (shape[1] + F + 2 * C) * 2
+    most = copies_per_chunk(shape, act, 2, sums)
+    assert most > copies_per_chunk(shape, act, 2, 0)
+    assert sums + (most + K) // 2 * row <= (most + K) * row  # one token more, in two chunks
+    assert sums + (most - K) // 2 * row > (most - K) * row  # and they would not be worth it before
+
+
+def test_sums_of_trained_parameters_are_counted(kernel_device, monkeypatch):
+    inputs, experts, _ = make((6, 2, 3, 32, 10), torch.float32, kernel_device)
+    seen = []
+    monkeypatch.setattr(experts_module, "_copies_worth", lambda sum_bytes, copy_bytes: seen.append(sum_bytes) or 0)
+    for trained in ((), ("x",), ("down_weight",), ("gate_up_weight", "down_weight")):
+        seen.clear()
+        leaves = [t.detach().requires_grad_(name in trained) for name, t in zip(ORDER, inputs, strict=True)]
+        with_experts(moe_mlp, experts, recompute=True)(*leaves)
+        sums = 4 * sum(t.numel() for name, t in zip(ORDER, leaves, strict=True) if name in trained and name != "x")
+        assert {*seen} == {sums}
+        with torch.no_grad():
+            seen.clear()
+            with_experts(moe_mlp, experts, recompute=True)(*leaves)
+        assert {*seen} <= {0}
 
 
 def test_a_repeated_forward_only_sorts(kernel_device, monkeypatch):

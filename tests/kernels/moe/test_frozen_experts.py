@@ -127,6 +127,31 @@ def test_the_op_is_that_of_the_dense_matrices(backend, few, kind, recompute, mon
             assert (a - b).norm() <= 5e-6 * b.norm()
 
 
+@pytest.mark.cases(2)
+@STORED
+def test_chunks_of_tokens_dequantize_once(kernel_device, kind, monkeypatch, poisoned_empty):
+    """They give the results of all tokens at once."""
+    inputs, experts, dy = make(SHAPE, torch.float32, kernel_device, kind="some")
+    x, weights, *matrices, A, B, down_A, down_B = with_low_ranks(inputs)
+    quantized = [quantize(each, kind) for each in matrices]
+    made, original = [], FrozenWeight.dense
+    monkeypatch.setattr(FrozenWeight, "dense", lambda weight: made.append(weight.shape) or original(weight))
+    monkeypatch.setattr(experts_module, "takes_few", lambda *_: False)
+
+    def all_of(x, weights, A, B, down_A, down_B):
+        pairs = {"gate_up_low_rank": (A, B), "down_low_rank": (down_A, down_B)}
+        return moe_mlp(x, weights, experts, *quantized, **pairs, recompute=True)
+
+    leaves = [x, weights, A, B, down_A, down_B]
+    want = run(all_of, leaves, [dy])
+    for name, value in (("WORKSPACE_MIB", 0), ("MIN_ROWS", 1), ("_copies_worth", lambda *_: 0)):
+        monkeypatch.setattr(experts_module, name, value)
+    made.clear()
+    for got, whole in zip(run(all_of, leaves, [dy]), want, strict=True):  # sums in another order
+        assert (got - whole).norm() <= 5e-6 * whole.norm()
+    assert len(made) == 2 * 2  # in the forward and in the backward
+
+
 @pytest.mark.cases(5)
 @STORED
 @RECOMPUTE
