@@ -587,14 +587,13 @@ if __name__ == "__main__":
     code_rows.num_programs = lambda x, each: 132 * each
     for name in ("overlap", "matmul.row_linear"):
         importlib.import_module(f"liger_models.kernels.{name}").can_overlap = lambda device: sys.argv[1] == "sm_90"
-    # The other targets have 64 KB and 160 KB of shared memory.
+    shared_kb = {"sm_90": 227, "gfx942": 64, "gfx950": 160}[sys.argv[1]]
     wide_heads = importlib.import_module("liger_models.kernels.attention.causal_attention")
     large = lambda x: sys.argv[1] == "sm_90" and x.element_size() == 2
     wide_heads.choose_tiles = lambda x: wide_heads.LARGE if large(x) else wide_heads.SMALL
-    if sys.argv[1] == "sm_90":  # 227 KB
-        for module in [module for name, module in sys.modules.items() if name.startswith("liger_models.kernels.")]:
-            if hasattr(module, "fitting_stages"):
-                module.fitting_stages = lambda x, stages, size: stages if stages * size <= 227 * 1024 else 1
+    for module in [module for name, module in sys.modules.items() if name.startswith("liger_models.kernels.")]:
+        if hasattr(module, "fitting_stages"):
+            module.fitting_stages = lambda x, stages, size: stages if stages * size <= shared_kb * 1024 else 1
     with overlapping():
         run(torch.bfloat16, 4096, 512, 128256)
     # The other targets, and runs with one variant, get every kernel, but not at every width and dtype.

@@ -214,15 +214,15 @@ def pair_kernel(
         for n in range(GROUP):
             head = key_head * GROUP + n
             matrix, at_head = head.to(tl.int32), head * tokens + first
+            total = tl.load(total_ptr + at_head + rows, mask=inside, other=0.0)
+            d_total = tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0)
             product = tl.zeros_like(qk)
             for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
                 d_tile, out = _tile(d, matrix, at, start, C, BLOCK_V), _tile(d_out, matrix, at, start, C, BLOCK_V)
                 product = tl.dot(out, tl.trans(d_tile), product, input_precision=PRECISION)
-            total = tl.load(total_ptr + at_head + rows, mask=inside, other=0.0)
             product = tl.where(keep, product * _decays(total), 0.0)
             pairs += product
             product *= qk
-            d_total = tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0)
             tl.store(d_total_ptr + at_head + rows, d_total + tl.sum(product, 1) - tl.sum(product, 0), mask=inside)
         pairs *= q_norm[:, None] * k_norm[None, :]
         tl.store(q_pairs_ptr + at_pairs + square, pairs.to(k.dtype), mask=inside[:, None])
@@ -230,7 +230,7 @@ def pair_kernel(
 
 @triton.jit
 def _through_state(
-    x, states, head, row, slot, factor, y, key_head, inside, C: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr,
+    x, states, head, row, slot, factor, y, inside, C: tl.constexpr, BLOCK_K: tl.constexpr, DV: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return the product factor · x Sᵀ for the rows x of a chunk, and the dot product of each row of this product with
@@ -241,8 +241,7 @@ def _through_state(
         state = tl.trans(_tile(states, slot, 0, start, BLOCK_K, BLOCK_V))
         product = tl.dot(_tile(x, head, row, start, C, BLOCK_V), state, product, input_precision=PRECISION)
     product *= factor[:, None]
-    along = tl.sum(product * _tile(y, key_head, row, 0, C, BLOCK_K).to(tl.float32), 1)
-    return product, tl.where(inside, along, 0.0)
+    return product, tl.where(inside, tl.sum(product * y.to(tl.float32), 1), 0.0)
 
 
 @triton.jit
@@ -302,17 +301,20 @@ def query_gradients_kernel(
 
     # Compute the gradient through S, scale · e^G · dO Sᵀ [C, BLOCK_K], summed over the value heads.
     dq = tl.zeros([C, BLOCK_K], tl.float32)
-    for n in range(GROUP):
+    for n in tl.range(0, GROUP, num_stages=STAGES):
         head = key_head * GROUP + n
-        at_head = head * tokens + first
+        matrix, at_head = head.to(tl.int32), head * tokens + first
         total = tl.load(total_ptr + at_head + rows, mask=inside, other=0.0)
-        read, along = _through_state(
-            d_out, states, head.to(tl.int32), at, slot + head.to(tl.int32), exp(total) * q_norm * scale, queries,
-            key_matrix, inside, C, BLOCK_K, DV, BLOCK_V, PRECISION, STAGES,
-        )  # fmt: skip
-        dq += read
-        along += tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0)
-        tl.store(d_total_ptr + at_head + rows, along, mask=inside)
+        d_total = tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0)
+        factor = exp(total) * q_norm * scale
+        for start in tl.static_range(0, DV, BLOCK_V):
+            state = _tile(states, slot + matrix, 0, start, BLOCK_K, BLOCK_V)
+            out = _tile(d_out, matrix, at, start, C, BLOCK_V)
+            read = tl.dot(out, tl.trans(state), input_precision=PRECISION) * factor[:, None]
+            dq += read
+            q = _tile(queries, key_matrix, at, 0, C, BLOCK_K)
+            d_total += tl.where(inside, tl.sum(read * q.to(tl.float32), 1), 0.0)
+        tl.store(d_total_ptr + at_head + rows, d_total, mask=inside)
 
     # Add the gradient through the pairs of tokens in the chunk, and continue the backward through the norm.
     pairs = tl.load(q_pairs_ptr + at_rows * C + square, mask=both, other=0.0)
@@ -350,34 +352,37 @@ def key_gradients_kernel(
     dk = tl.zeros([C, BLOCK_K], tl.float32)
     for n in range(GROUP):
         head = key_head * GROUP + n
-        at_head, at_out = head * tokens + first, first * Hv + head + rows * Hv
+        matrix, at_head, at_out = head.to(tl.int32), head * tokens + first, first * Hv + head + rows * Hv
+
+        # Load everything early, so that the loads do not wait for one another.
         total = tl.load(total_ptr + at_head + rows, mask=inside, other=0.0)
         beta = tl.load(factor_ptr + 3 * head * tokens + at_head + rows, mask=inside, other=0.0)
         whole = tl.load(total_ptr + at_head + count - 1)
+        d_beta = tl.load(d_beta_ptr + at_head + rows, mask=inside, other=0.0)
+        d_total = tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0)
+        y = _tile(keys, key_matrix, at, 0, C, BLOCK_K)
 
         # Sum S ∘ dS, which is the gradient of the whole chunk's decay. `carried` is the gradient of its logarithm.
         product = tl.zeros([BLOCK_K], tl.float32)
         for start in tl.range(0, DV, BLOCK_V, num_stages=STAGES):
-            d_state = _tile(d_states, slot + head.to(tl.int32), 0, start, BLOCK_K, BLOCK_V)
-            state = _tile(states, slot + head.to(tl.int32), 0, start, BLOCK_K, BLOCK_V)
+            d_state = _tile(d_states, slot + matrix, 0, start, BLOCK_K, BLOCK_V)
+            state = _tile(states, slot + matrix, 0, start, BLOCK_K, BLOCK_V)
             product += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
         carried = tl.sum(product, 0) * exp(whole)
 
         # Compute the part of R that comes from S. R enters dβ and dk with a negative sign.
         read, along = _through_state(
-            dx, states, head.to(tl.int32), at, slot + head.to(tl.int32), exp(total) * k_norm, keys,
-            key_matrix, inside, C, BLOCK_K, DV, BLOCK_V, PRECISION, STAGES,
+            dx, states, matrix, at, slot + matrix, exp(total) * k_norm, y, inside, C, BLOCK_K, DV, BLOCK_V, PRECISION,
+            STAGES,
         )  # fmt: skip
         dk -= read * beta[:, None]
-        d_beta = tl.load(d_beta_ptr + at_head + rows, mask=inside, other=0.0) - along
-        tl.store(dbeta_ptr + at_out, d_beta, mask=inside)
-        d_total = tl.load(d_total_ptr + at_head + rows, mask=inside, other=0.0) - along * beta
+        tl.store(dbeta_ptr + at_out, d_beta - along, mask=inside)
+        d_total -= along * beta
 
         # Compute the part of W that comes from dS.
         factor = exp(tl.where(inside, whole - total, float("-inf"))) * k_norm
         write, along = _through_state(
-            d, d_states, head.to(tl.int32), at, slot + head.to(tl.int32), factor, keys, key_matrix, inside, C, BLOCK_K,
-            DV, BLOCK_V, PRECISION, STAGES,
+            d, d_states, matrix, at, slot + matrix, factor, y, inside, C, BLOCK_K, DV, BLOCK_V, PRECISION, STAGES,
         )  # fmt: skip
         dk += write
 

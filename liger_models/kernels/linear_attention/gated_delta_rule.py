@@ -90,10 +90,13 @@ BACK_STAGES = 2
 """Number of pipeline stages in the scans of the backward. With more stages, two programs would not fit into the shared
 memory of a Hopper multiprocessor."""
 
-GRADIENT_WARPS, GRADIENT_STAGES, GRADIENT_COLUMNS = 4, 2, 64
+GRADIENT_WARPS, GRADIENT_STAGES, GRADIENT_COLUMNS = 4, 3, 64
 """GRADIENT_COLUMNS is the maximum number of columns of v that the kernels for the gradients within chunks process at a
 time. These kernels also process at most half of v's columns at a time. On Hopper, four warps were faster than eight,
 both with unlimited registers and with at most 128 registers per thread."""
+
+QUERY_STAGES, QUERY_COLUMNS = 2, 128
+"""Constants of the kernel for the gradient of q. QUERY_COLUMNS is the maximum number of columns of v in a tile."""
 
 KEY_COLUMNS = 64
 """Number of columns of q and k in a block. Kernels process blocks of this size or of twice this size. Other sizes gave
@@ -307,9 +310,14 @@ class GatedDeltaRule(DeltaRule):
             HAS_OUT=has_out, **common,
         )  # fmt: skip
         if has_out:
+            # A stage holds all columns of S and dO, and a tile of q.
+            columns = min(self.block_v, QUERY_COLUMNS)
+            stage = (self.shape["BLOCK_K"] * (self.block_v + CHUNK) + CHUNK * self.block_v) * k.element_size()
             query_gradients_kernel[grid](
-                d_out_tiles, state_tiles, queries, k, self.cu, total, q_norm, q_pairs, d_total, dq, *self.counts,
-                *self.k_strides, self.scale, NORMALIZE=self.normalize, **common,
+                _matrices(d_out.transpose(0, 1), CHUNK, columns), _matrices(states, self.shape["BLOCK_K"], columns),
+                queries, k, self.cu, total, q_norm, q_pairs, d_total, dq, *self.counts, *self.k_strides, self.scale,
+                NORMALIZE=self.normalize,
+                **common | {"BLOCK_V": columns, "STAGES": fitting_stages(k, QUERY_STAGES, stage)},
             )  # fmt: skip
         key_gradients_kernel[grid](
             d_tiles, dx_tiles, state_tiles, d_state_tiles, keys, q, k, self.cu, total, factors, k_norm, q_pairs,

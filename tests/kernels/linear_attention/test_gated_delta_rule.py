@@ -133,6 +133,7 @@ def test_reference_is_the_recurrence(shape, bounds):
 def test_matches_fp64(backend, shape, bounds, poisoned_empty, monkeypatch):
     monkeypatch.setattr(module, "SCAN_COLUMNS", 16)  # several programs for a head, and several parts of v
     monkeypatch.setattr(module, "GRADIENT_COLUMNS", 16)
+    monkeypatch.setattr(module, "QUERY_COLUMNS", 16)
     for dtype in dtypes(backend):
         check(*make(shape, bounds, dtype, backend))
 
