@@ -139,7 +139,7 @@ def test_a_recomputed_block_repeats_no_product_of_its_experts(kernel_device, mon
 @pytest.mark.parametrize("jitter", [0.0, 0.3])
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if "LigerMoE" in properties(arch)])
 def test_recomputed_mixtures_have_the_same_gradients(kernel_device, arch, jitter):
-    """In a second backward, too. The noise of the routers' inputs is drawn once."""
+    """On the CPU in a second backward, too, which compiled flex_attention forbids. The routers' noise is drawn once."""
     model = AutoLigerModel.from_config({"model_type": arch, **next(iter(tiny(arch).values()))}, device=kernel_device)
     for layer in routed_layers(model):
         layer.router_jitter = jitter
@@ -150,9 +150,8 @@ def test_recomputed_mixtures_have_the_same_gradients(kernel_device, arch, jitter
         model.set_checkpointing(policy)
         torch.manual_seed(5)
         loss = model(ids, labels=ids).loss
-        found[policy] = [
-            torch.autograd.grad(loss, parameters, retain_graph=first, allow_unused=True) for first in (True, False)
-        ]
+        retained = (True, False) if kernel_device == "cpu" else (False,)
+        found[policy] = [torch.autograd.grad(loss, parameters, retain_graph=x, allow_unused=True) for x in retained]
     torch.testing.assert_close(found["full"], found["none"])
 
 
